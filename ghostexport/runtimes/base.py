@@ -1,0 +1,132 @@
+"""The two protocols every runtime implements, and the values that cross them. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ghostexport.recipe import Execution
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a runtime can be used on this machine, and the one-line reason.
+
+    Attributes:
+        build: engines can be built here.
+        run: engines can be executed here.
+        reason: one line: what was found, or what is missing and the remedy.
+        version: version of the vendor library, empty when it is not installed.
+    """
+
+    build: bool
+    run: bool
+    reason: str
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """A built engine; the sidecar JSON beside it holds exactly these fields.
+
+    Attributes:
+        path: the engine (``.engine`` plan, or ``.onnx`` for ONNX Runtime).
+        runtime, version: who built it.
+        variant: ``dense``, ``pruned`` or an operator's name.
+        device: fingerprint of the device it was built on or for.
+        profiles: optimization profiles: name -> input -> (min, opt, max) shapes; empty for ONNX Runtime.
+        flags: every setting that shaped the build, by name.
+        build_seconds: wall-clock seconds of the build.
+        plan_bytes: size of the engine file (and its data file, where it has one).
+        weight_bytes: bytes of the weights in the graph it was built from.
+        graph_sha256: hash of the ONNX file it was built from.
+        plan_sha256: hash of the engine file.
+        inputs, outputs: binding names in engine order.
+    """
+
+    path: Path
+    runtime: str
+    version: str
+    variant: str
+    device: Mapping[str, Any]
+    profiles: Mapping[str, Any]
+    flags: Mapping[str, Any]
+    build_seconds: float
+    plan_bytes: int
+    weight_bytes: int
+    graph_sha256: str
+    plan_sha256: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class KVCache(Protocol):
+    """The KV cache of a session, held where the runtime wants it (host or device memory)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
+
+
+class Session(Protocol):
+    """A loaded engine of a decoder-only LLM with KV cache."""
+
+    clock: str
+    """``perf_counter_ns`` or ``cuda-events``: what :meth:`timed_forward` measures with."""
+
+    def new_cache(self, batch: int, length: int = 0) -> KVCache:
+        """A cache of ``length`` zero tokens, for an empty start or for a decode benchmark at that past length."""
+        ...
+
+    def forward(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[NDArray[np.float32], KVCache]:
+        """Runs ``(B, T)`` token ids after ``cache``; returns logits ``(B, T, V)`` as float32 and the longer cache."""
+        ...
+
+    def timed_forward(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[float, KVCache]:
+        """Like :meth:`forward` without bringing the logits to the host; returns seconds and the longer cache."""
+        ...
+
+    def close(self) -> None:
+        """Frees the engine."""
+        ...
+
+
+class Runtime(Protocol):
+    """One way to build and run engines. The registry :data:`ghostexport.runtimes.RUNTIMES` holds the instances."""
+
+    name: str
+
+    def availability(self) -> Availability:
+        """What works here; never raises, never imports the vendor library at module level."""
+        ...
+
+    def build(
+        self, graph: Path, target: Path, variant: str, settings: Any, execution: Execution
+    ) -> EngineFile:
+        """Builds ``graph`` (ONNX) into ``target`` plus the runtime's suffix, atomically, with its sidecar.
+
+        Raises:
+            RuntimeUnavailableError: this runtime cannot build here.
+            BuildError: the builder failed; its log is attached.
+        """
+        ...
+
+    def load(self, engine: EngineFile, execution: Execution) -> Session:
+        """Loads a built engine.
+
+        Raises:
+            RuntimeUnavailableError: it cannot run here, or was built for something else.
+        """
+        ...
