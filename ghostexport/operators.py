@@ -166,7 +166,8 @@ class OperatorSet:
             "plan_sha256": self.plan.sha256,
             "calibration_sha256": self.calibration_sha256,
             "operators": [
-                {"boundary": o.boundary.index, "kind": o.kind, "site": o.site, "fit": dict(o.fit)} for o in self.operators
+                {"boundary": o.boundary.index, "kind": o.kind, "site": o.site, "fit": dict(o.fit)}
+                for o in self.operators
             ],
         }
         return save(self.tensors(), {"ghostexport": json.dumps(header, sort_keys=True)})

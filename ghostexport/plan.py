@@ -69,7 +69,9 @@ class PrunePlan:
 
     def __post_init__(self) -> None:
         if any(a.stop >= b.start for a, b in zip(self.removed, self.removed[1:], strict=False)):
-            raise RecipeError(f"Spans {_spans(self.removed)} overlap, touch or are not sorted.", "Use PrunePlan.from_spans.")
+            raise RecipeError(
+                f"Spans {_spans(self.removed)} overlap, touch or are not sorted.", "Use PrunePlan.from_spans."
+            )
         if self.removed and self.removed[-1].stop > self.num_blocks:
             raise RecipeError(
                 f"Span {self.removed[-1]} reaches past the model, which has {self.num_blocks} decoder blocks.",

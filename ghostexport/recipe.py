@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ghostexport.errors import RecipeError
 
@@ -68,11 +68,58 @@ class BuildSection(_Section):
     max_past: Annotated[int, Field(ge=1)] = 1023
 
 
+#: What the presets of the benchmark measure; ``edge`` is the default. A key given beside ``preset`` wins over it.
+BENCH_PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"prefill_tokens": (128,), "decode_past": (128,), "decode_steps": 6, "request": (32, 8), "repeats": 6},
+    "edge": {"prefill_tokens": (64, 256), "decode_past": (128, 512), "decode_steps": 8, "request": (64, 16)},
+    "server": {
+        "batches": (1, 4),
+        "prefill_tokens": (128, 512),
+        "decode_past": (128, 512, 960),
+        "decode_steps": 32,
+        "request": (256, 64),
+        "repeats": 20,
+    },
+}
+
+Counts = tuple[Annotated[int, Field(ge=1)], ...]
+
+
 class BenchSection(_Section):
+    """What the benchmark measures. A workload that does not fit an engine's profiles is left out, with the reason.
+
+    Attributes:
+        preset: fills every key that is not given (:data:`BENCH_PRESETS`).
+        batches: batch sizes; each is combined with every prefill length and every past length. Requests run at batch 1.
+        prefill_tokens: prompt lengths of the prefill workloads.
+        decode_past: past lengths of the decode workloads.
+        decode_steps: single-token steps per visit of a decode workload.
+        request: prompt tokens and generated tokens of the request workload.
+        repeats: rounds; in each round every variant meets every workload once, in random order.
+        warmup: rounds that are run first and not kept.
+        eval_tokens: held-out tokens on which each engine's quality is measured.
+        seed: order of the visits, token ids and bootstrap.
+    """
+
+    preset: Literal["edge", "quick", "server"] = "edge"
+    batches: Counts = (1,)
+    prefill_tokens: Counts = ()
+    decode_past: Counts = ()
+    decode_steps: Annotated[int, Field(ge=1)] = 8
+    request: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=2)]] = (64, 16)
+    repeats: Annotated[int, Field(ge=2)] = 10
+    warmup: Annotated[int, Field(ge=0)] = 1
     eval_tokens: Annotated[int, Field(ge=2)] = 4096
-    prefill_tokens: Annotated[int, Field(ge=1)] = 256
-    decode_past: Annotated[int, Field(ge=1)] = 256
-    repeats: Annotated[int, Field(ge=1)] = 10
+    seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        preset = data.get("preset", "edge") if isinstance(data, dict) else None
+        if not isinstance(preset, str) or preset not in BENCH_PRESETS:
+            return data
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return BENCH_PRESETS[preset] | given
 
 
 class Recipe(_Section):
@@ -115,7 +162,9 @@ def parse_recipe(data: Any, origin: str = "recipe") -> Recipe:
     except ValidationError as error:
         raise RecipeError("\n".join(_explain(origin, data, e) for e in error.errors())) from None
     except TypeError as error:
-        raise RecipeError(f"{origin}: {error}", "A recipe is plain YAML: mappings, lists, strings and numbers.") from None
+        raise RecipeError(
+            f"{origin}: {error}", "A recipe is plain YAML: mappings, lists, strings and numbers."
+        ) from None
     require_name(recipe.select.criterion, CRITERIA, "criterion")
     for operator in recipe.recover.operators:
         require_name(operator, OPERATORS, "operator")
@@ -136,7 +185,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"Recipe {path} is not readable YAML: {error}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"Recipe {path} is not a mapping of sections.", f"Sections: {', '.join(Recipe.model_fields)}.")
+        raise RecipeError(
+            f"Recipe {path} is not a mapping of sections.", f"Sections: {', '.join(Recipe.model_fields)}."
+        )
     return data
 
 

@@ -89,6 +89,10 @@ class RunFolder:
     def plan_path(self) -> Path:
         return self.path / "plan.json"
 
+    @property
+    def calibration_path(self) -> Path:
+        return self.path / "calibration.safetensors"
+
     def operators_path(self, variant: str) -> Path:
         return self.path / "operators" / f"{variant}.safetensors"
 
@@ -112,7 +116,8 @@ class RunFolder:
             lock.acquire(timeout=0)
         except Timeout:
             raise RunFolderError(
-                f"Another ghostexport process is writing into {self.path}.", "Wait for it, or use another folder with -o."
+                f"Another ghostexport process is writing into {self.path}.",
+                "Wait for it, or use another folder with -o.",
             ) from None
         except OSError as error:
             raise _cannot_write(self.path, error) from error
@@ -181,6 +186,30 @@ class RunFolder:
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json(self.path / "manifest.json", manifest)
+
+    def outputs(self, stage: str) -> list[Path]:
+        """Files that a finished stage wrote; empty when it has not finished."""
+        entry = self.manifest()["stages"].get(stage, {"outputs": {}})
+        return [self.path / key for key in entry["outputs"]]
+
+    def forget(self, stage: str) -> None:
+        """Removes a stage's manifest entry, so that a crash while it runs again leaves it unfinished."""
+        manifest = self.manifest()
+        if manifest["stages"].pop(stage, None) is not None:
+            write_json(self.path / "manifest.json", manifest)
+
+    def require_model(self, stored: Mapping[str, Any], source: str) -> None:
+        """Raises RunFolderError when the folder's recipe is about another model than ``source``."""
+        model = stored.get("model")
+        other = model.get("source") if isinstance(model, dict) else None
+        if other is not None and other != source:
+            raise RunFolderError(
+                f"{self.path} is the run folder of another model: {other}, not {source}.", "Use another folder with -o."
+            )
+        if not stored and self.path.is_dir() and any(self.path.iterdir()):
+            raise RunFolderError(
+                f"{self.path} holds files but is not a run folder (no recipe.yaml).", "Use a new folder with -o."
+            )
 
     def require(self, path: Path, stage: str) -> Path:
         """Returns ``path``, or says which stage makes it when it is missing."""

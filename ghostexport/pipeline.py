@@ -1,0 +1,265 @@
+"""The pipeline: the stages in order, what each reads and writes, and :func:`run`. Start reading here.
+
+::
+
+    calibrate ─▶ select ─▶ recover ─┐
+    export ─────────────────────────┴─▶ surgery ─▶ verify ─▶ build ─▶ bench
+
+Stages hand each other files in a run folder, never objects: each can be run alone, is skipped when it is current, and
+resumes after a crash. A stage is a function ``(RunFolder, Recipe, Execution) -> the files it wrote``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ghostexport.errors import RecipeError, RunFolderError
+from ghostexport.operators import OperatorSet, load_operators
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import Execution, Recipe
+from ghostexport.runfolder import RunFolder, write_bytes, write_json
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the pipeline.
+
+    Attributes:
+        name: also the verb of the command line.
+        run: does the work and returns the files it wrote.
+        needs: earlier stages whose files it reads.
+        sections: recipe sections that change its files.
+        packages: installed packages whose version changes its files.
+    """
+
+    name: str
+    run: Callable[[RunFolder, Recipe, Execution], list[Path]]
+    needs: tuple[str, ...]
+    sections: tuple[str, ...]
+    packages: tuple[str, ...]
+
+
+def calibrate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Draws token windows for calibration and, from other documents, held-out windows."""
+    from ghostexport import calibration, models
+
+    tokenizer = models.load_tokenizer(_source(recipe, execution))
+    drawn, held_out = calibration.draw(recipe.calibration, tokenizer, execution)
+    return [calibration.save(folder.calibration_path, drawn, held_out)]
+
+
+def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Chooses the spans to remove, or takes the ones written in the recipe."""
+    from ghostexport import calibration, models, selection
+
+    loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    drawn, _ = calibration.load(folder.calibration_path)
+    plan = selection.select(loaded, drawn, recipe.select, execution)
+    write_json(folder.plan_path, plan.to_json())
+    return [folder.plan_path]
+
+
+def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Fits one operator per boundary and variant from streamed moments of the dense model."""
+    from ghostexport import calibration, models, recovery
+
+    plan = read_plan(folder)
+    loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    drawn, held_out = calibration.load(folder.calibration_path)
+    sets = recovery.recover(loaded, plan, drawn, held_out, recipe.recover, execution)
+    for name, operators in sets.items():
+        write_bytes(folder.operators_path(name), operators.to_bytes())
+    return [folder.operators_path(name) for name in sets]
+
+
+def export(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Exports the dense model once, with KV cache."""
+    from ghostexport import exporters, models
+
+    name, reason = exporters.choose_exporter(recipe.export.exporter)
+    execution.say(f"exporter: {name} ({reason})")
+    loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    graph = folder.graph_path("dense")
+    exporters.export_model(loaded.model, graph, exporter=name, opset=recipe.export.opset, execution=execution)
+    return [graph, graph.with_name(f"{graph.name}.data")]
+
+
+def surgery(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Derives every other variant from the dense graph: blocks cut out, operator spliced in."""
+    from ghostexport.surgery import operate
+
+    plan = read_plan(folder)
+    written = []
+    for done, variant in enumerate(recipe.variants[1:]):
+        execution.progress("surgery", done, len(recipe.variants) - 1)
+        graph = folder.graph_path(variant)
+        report = operate(folder.graph_path("dense"), plan, read_operators(folder, variant), graph)
+        write_json(graph.with_suffix(".surgery.json"), report.to_json())
+        written += [graph, graph.with_suffix(".surgery.json")]
+        data = graph.with_name(f"{graph.name}.data")
+        written += [data] if data.exists() else []
+    return written
+
+
+def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Compares every graph on ONNX Runtime with the PyTorch model changed the same way."""
+    from ghostexport import models, verification
+
+    plan = read_plan(folder)
+    reports = {}
+    for done, variant in enumerate(recipe.variants):
+        execution.progress("verify", done, len(recipe.variants))
+        loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+        if variant != "dense":
+            loaded = models.patch(loaded, plan, read_operators(folder, variant))
+        reports[variant] = verification.verify(loaded.model, folder.graph_path(variant), variant).to_json()
+    path = folder.path / "parity.json"
+    write_json(path, reports)
+    return [path]
+
+
+def build(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Builds one engine per runtime and variant; engines that are current are kept."""
+    from ghostexport import runtimes
+
+    written = []
+    for name in recipe.build.runtimes:
+        runtime = runtimes.RUNTIMES[name]
+        for done, variant in enumerate(recipe.variants):
+            execution.progress(f"build {name}", done, len(recipe.variants))
+            target = folder.engine_path(name, variant)
+            engine = runtimes.current_engine(runtime, folder.graph_path(variant), target, recipe.build)
+            if engine is None:
+                engine = runtime.build(folder.graph_path(variant), target, variant, recipe.build, execution)
+            written += engine.files
+    return written
+
+
+def bench(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Measures quality and speed of every engine that can run here."""
+    from ghostexport import benchmarking
+
+    return benchmarking.bench_run(folder, recipe, execution)
+
+
+STAGES = (
+    Stage("calibrate", calibrate, (), ("model", "calibration"), ("transformers", "tokenizers")),
+    Stage("select", select, ("calibrate",), ("model", "select"), ("torch", "transformers")),
+    Stage("recover", recover, ("calibrate", "select"), ("model", "recover"), ("torch", "transformers", "numpy")),
+    Stage("export", export, (), ("model", "export"), ("torch", "transformers", "onnxscript", "onnx-ir")),
+    Stage("surgery", surgery, ("select", "recover", "export"), ("recover",), ("onnx-ir",)),
+    Stage("verify", verify, ("select", "recover", "export", "surgery"), ("model",), ("torch", "onnxruntime")),
+    Stage("build", build, ("export", "surgery", "verify"), ("recover", "build"), ()),
+    Stage("bench", bench, ("calibrate", "build"), ("recover", "build", "bench"), ("onnxruntime",)),
+)
+
+
+def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, goal: str = "build") -> None:
+    """Runs ``goal`` and every stage it needs that is not current.
+
+    Args:
+        recipe: what to do; written to ``recipe.yaml`` with all defaults, the runtimes resolved.
+        folder: where.
+        execution: how.
+        goal: name of the last stage wanted.
+
+    Raises:
+        GhostExportError: any of :mod:`ghostexport.errors`; finished stages are kept.
+    """
+    execution = execution or Execution()
+    recipe = _resolved(recipe, execution)
+    with folder.lock():
+        write_bytes(folder.recipe_path, recipe.to_yaml().encode())
+        for stage in _wanted(goal):
+            _run_stage(stage, folder, recipe, execution)
+
+
+def _run_stage(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> None:
+    sections = recipe.section_sha256(stage.sections)
+    inputs = _inputs(stage, folder, recipe, execution)
+    versions = _versions(stage.packages)
+    if folder.is_current(stage.name, sections, inputs, versions):
+        execution.say(f"{stage.name}: current, kept")
+        return
+    folder.forget(stage.name)
+    started = time.monotonic()
+    outputs = stage.run(folder, recipe, execution)
+    folder.record(stage.name, sections, inputs, outputs, versions, time.monotonic() - started)
+    execution.say(f"{stage.name}: done in {time.monotonic() - started:.1f} s")
+
+
+def _wanted(goal: str) -> list[Stage]:
+    by_name = {stage.name: stage for stage in STAGES}
+    wanted: set[str] = set()
+    frontier = [goal]
+    while frontier:
+        name = frontier.pop()
+        wanted.add(name)
+        frontier += by_name[name].needs
+    return [stage for stage in STAGES if stage.name in wanted]
+
+
+def _inputs(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    from ghostexport import models
+
+    files = models.source_files(_source(recipe, execution)) if "model" in stage.sections else []
+    return [*files, *(path for need in stage.needs for path in folder.outputs(need))]
+
+
+def _source(recipe: Recipe, execution: Execution) -> Path:
+    """The model as a local folder; converted (GGUF) or downloaded (Hub) on first use."""
+    from ghostexport import models
+
+    return models.resolve_source(recipe.model.source, recipe.model.revision, execution)
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    found = {"ghostexport": importlib.metadata.version("ghostexport")}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def _resolved(recipe: Recipe, execution: Execution) -> Recipe:
+    if (recipe.select.prune is None) == (recipe.select.spans is None):
+        raise RecipeError(
+            "The recipe must say what to remove: either a number of blocks or a plan.",
+            "Give --prune 7 (a criterion chooses), or --plan '[[10, 17]]' (half-open spans).",
+        )
+    if recipe.build.runtimes:
+        return recipe
+    from ghostexport import runtimes
+
+    name, reason = runtimes.default_runtime()
+    execution.say(f"runtime: {name} ({reason})")
+    return recipe.model_copy(update={"build": recipe.build.model_copy(update={"runtimes": (name,)})})
+
+
+def read_plan(folder: RunFolder) -> PrunePlan:
+    """The plan of a run.
+
+    Raises:
+        RunFolderError: it is missing or unreadable.
+    """
+    path = folder.require(folder.plan_path, "select")
+    try:
+        return PrunePlan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{path} is not a plan: {error}", f"Make it again: ghostexport select {folder.path}"
+        ) from error
+
+
+def read_operators(folder: RunFolder, variant: str) -> OperatorSet | None:
+    """The operators of a variant; None for ``dense`` and ``pruned``, which have none."""
+    if variant in ("dense", "pruned"):
+        return None
+    return load_operators(folder.require(folder.operators_path(variant), "recover"))
