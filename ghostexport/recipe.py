@@ -1,4 +1,4 @@
-"""What to do (:class:`Recipe`: strict, hashed, written into the run folder) and how (:class:`Execution`: never hashed)."""
+"""What to do (:class:`Recipe`: strict, hashed, kept in the run folder) and how (:class:`Execution`: never hashed)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class BenchSection(_Section):
 
 
 class Recipe(_Section):
-    """Everything that changes an artefact. ``recipe.yaml`` in a run folder is one of these with all defaults written out."""
+    """Everything that changes an artefact. A run folder's ``recipe.yaml`` is one, with all defaults written out."""
 
     model: ModelSection
     calibration: CalibrationSection = CalibrationSection()
@@ -212,7 +212,7 @@ def _explain(origin: str, data: Any, error: Any) -> str:
     return f"{origin}: unknown key {path!r}.{hint} Valid: {', '.join(parent.model_fields)}."
 
 
-#: ``progress(task, done, total)``; total None when unknown. The library never draws: the CLI passes a callback that does.
+#: ``progress(task, done, total)``; total None when unknown. The library never draws; the CLI's callback does.
 Progress = Callable[[str, int, "int | None"], None]
 
 
