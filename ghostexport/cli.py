@@ -1,4 +1,4 @@
-"""The command line: parses, calls one stage, prints. Errors become one message and an exit code; only bugs show a traceback."""
+"""The command line: parses, calls one stage, prints. Errors become one message and an exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="ghostexport",
-    help="Remove decoder blocks (decoder layers) of an LLM, repair the cut with one closed-form operator, build engines.",
+    help="Remove decoder blocks (decoder layers) of an LLM, repair the cut in closed form, build engines.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -156,7 +156,7 @@ def _run_to(
 def resolve(
     target: str, output: Path | None, recipe_file: Path | None, flags: dict[str, Any]
 ) -> tuple[Recipe, RunFolder]:
-    """The recipe and run folder that a target, a recipe file and flags describe: flags > recipe file > run folder > defaults.
+    """The recipe and run folder that the arguments describe: flags > recipe file > run folder > defaults.
 
     Raises:
         RecipeError: something is missing or invalid.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ghostexport.errors import RunFolderError
+from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.plan import Boundary, PrunePlan
 
 FORMAT = "ghostexport.operators/1"
@@ -39,7 +39,7 @@ class WeightFold:
     Attributes:
         block: index of the block in the *dense* model.
         role: ``attention_output`` (o_proj: [C_ctx, C]) or ``mlp_output`` (down_proj: [I, C]).
-        weight: ``[in, C]``: the layer computes ``h @ weight (+ bias)``. Hugging Face's ``nn.Linear`` holds its transpose.
+        weight: ``[in, C]``: the layer computes ``h @ weight (+ bias)``; an ``nn.Linear`` holds its transpose.
         bias: ``[C]`` or None to keep the layer's own.
     """
 
@@ -199,7 +199,7 @@ def load_operators(path: Path) -> OperatorSet:
             _read_operator(b, plan.boundaries[b], entry, tensors) for b, entry in enumerate(header["operators"])
         )
         return OperatorSet(header["name"], operators, plan, header["calibration_sha256"])
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, RecipeError) as error:
         raise RunFolderError(f"{path} contradicts its own header: {error}", _REMAKE) from error
 
 

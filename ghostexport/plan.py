@@ -23,7 +23,7 @@ class BlockSpan:
         if not 0 <= self.start < self.stop:
             raise RecipeError(
                 f"Span {self} is empty, negative or reversed.",
-                "A span is half-open [start, stop) with 0 <= start < stop, counted from 0: [10, 17) removes blocks 10 to 16.",
+                "A span is half-open [start, stop) with 0 <= start < stop: [10, 17) removes blocks 10 to 16.",
             )
 
     def __len__(self) -> int:

@@ -1,0 +1,128 @@
+"""What the command line draws with rich: progress, the table of a run, one engine, the doctor's findings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ghostexport.errors import RunFolderError
+from ghostexport.recipe import Recipe, parse_recipe, read_recipe
+from ghostexport.runfolder import RunFolder
+
+_out = Console(highlight=False, soft_wrap=True)
+_err = Console(highlight=False, stderr=True)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[tuple[Callable[[str, int, int | None], None], Callable[[str], None]]]:
+    """Yields ``(progress, say)`` callbacks that draw bars with time left (on a terminal) and print lines."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def update(task: str, done: int, total: int | None) -> None:
+            if task not in tasks:
+                tasks[task] = bars.add_task(task, total=total)
+            bars.update(tasks[task], completed=done, total=total, visible=total is None or done < total)
+
+        yield update, lambda line: _err.print(line, markup=False)
+
+
+def print_run(path: Path, after: str | None = None) -> None:
+    """Prints the variants of a run folder, or the sidecar of one engine.
+
+    Raises:
+        RunFolderError: the path is neither.
+    """
+    if path.suffix == ".json" and path.is_file():
+        _out.print_json(path.read_text(encoding="utf-8"))
+        return
+    folder = RunFolder(path)
+    if not folder.recipe_path.is_file():
+        raise RunFolderError(f"{path} is not a run folder (no recipe.yaml).", "Make one with: ghostexport build engine")
+    recipe = parse_recipe(read_recipe(folder.recipe_path), str(folder.recipe_path))
+    finished = folder.manifest()["stages"]
+    if folder.plan_path.exists() and "select" in finished:
+        plan = json.loads(folder.plan_path.read_text(encoding="utf-8"))
+        spans = ", ".join(f"[{start}, {stop})" for start, stop in plan["removed"])
+        _out.print(f"{recipe.model.source}: removed {spans} of {plan['num_blocks']} blocks ({plan['criterion']})")
+    rows = variant_rows(folder, recipe)
+    if rows:
+        _out.print(_table(rows))
+    _out.print(f"run folder: {path}   finished: {', '.join(finished) or 'nothing yet'}", markup=False)
+
+
+def variant_rows(folder: RunFolder, recipe: Recipe) -> list[dict[str, str]]:
+    """One row per variant with whatever the finished stages know; columns nobody knows are left out."""
+    facts = {variant: _variant_facts(folder, variant) for variant in recipe.variants}
+    columns = list(dict.fromkeys(column for row in facts.values() for column in row))
+    return [{"variant": v, **{c: facts[v].get(c, "") for c in columns}} for v in recipe.variants] if columns else []
+
+
+def _variant_facts(folder: RunFolder, variant: str) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    quality = _read(folder.path / "eval.json").get("variants", {}).get(variant, {})
+    size = _read(folder.path / "eval.json").get("sizes", {}).get(variant, {})
+    for column, key, form in (("blocks", "blocks", "{}"), ("parameters", "parameters", "{:,}")):
+        if key in size:
+            facts[column] = form.format(size[key])
+    if "weight_bytes" in size:
+        facts["MB"] = f"{size['weight_bytes'] / 1e6:.1f}"
+    operators = folder.operators_path(variant)
+    if operators.exists():
+        from ghostexport.operators import load_operators
+
+        fits = [operator.fit for operator in load_operators(operators).operators]
+        facts["NMSE held-out"] = ", ".join(f"{fit['nmse_held_out']:.3f}" for fit in fits if "nmse_held_out" in fit)
+    for column, key, form in (
+        ("perplexity", "perplexity", "{:.2f}"),
+        ("KL to dense", "kl", "{:.3f}"),
+        ("top-1", "top1", "{:.1%}"),
+    ):
+        if key in quality:
+            facts[column] = form.format(quality[key])
+    for bench in sorted((folder.path / "bench").glob("*.json")):
+        for column, text in _read(bench).get("summary", {}).get(variant, {}).items():
+            facts[column] = text
+    for runtime in sorted(p for p in (folder.path / "engines").glob("*") if p.is_dir()):
+        sidecar = _read(runtime / f"{variant}.json")
+        if sidecar:
+            facts[f"{runtime.name} engine"] = f"{sidecar['plan_bytes'] / 1e6:.0f} MB"
+    return facts
+
+
+def _table(rows: list[dict[str, str]]) -> Table:
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=column == "variant")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def print_doctor() -> None:
+    """Prints which runtimes and extras work here."""
+    from ghostexport.runtimes import doctor
+
+    table = Table()
+    for column in ("runtime", "build", "run", "version", "why"):
+        table.add_column(column)
+    for row in doctor():
+        table.add_row(*(("yes" if v else "no") if isinstance(v, bool) else str(v) for v in row))
+    _out.print(table)
+
+
+def print_json(data: Any) -> None:
+    """Prints plain data as JSON."""
+    _out.print_json(json.dumps(data))

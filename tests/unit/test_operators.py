@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+
+from ghostexport.errors import RunFolderError
+from ghostexport.operators import Operator, OperatorSet, WeightFold, load_operators
+from ghostexport.plan import PrunePlan
+
+PLAN = PrunePlan.from_spans(8, [[1, 3], [5, 6]])
+
+
+def operators(seed=0):
+    rng = np.random.default_rng(seed)
+    first, second = PLAN.boundaries
+    fold = WeightFold(0, "mlp_output", rng.normal(size=(6, 4)).astype(np.float32))
+    return OperatorSet(
+        "demo",
+        (
+            Operator(first, "ghost", delta=rng.normal(size=(4, 4)).astype(np.float32), fit={"nmse": 0.25}),
+            Operator(second, "low-rank", factors=(np.ones((4, 2)), np.ones((2, 4))), bias=np.ones(4), folds=(fold,)),
+        ),
+        PLAN,
+        "cafe",
+    )
+
+
+def test_file_round_trip_keeps_everything_and_equal_content_gives_equal_bytes(tmp_path):
+    path = tmp_path / "demo.safetensors"
+    path.write_bytes(operators().to_bytes())
+    again = load_operators(path)
+    assert again.to_bytes() == operators().to_bytes() == path.read_bytes()
+    assert again.plan == PLAN and again.calibration_sha256 == "cafe"
+    assert again.operators[0].fit == {"nmse": 0.25}
+    assert again.operators[1].folds[0].block == 0 and again.operators[1].folds[0].role == "mlp_output"
+    assert again.num_parameters == 16 + 8 + 8 + 4
+
+
+def test_apply_is_x_plus_x_m_plus_b_in_every_form():
+    x = np.random.default_rng(1).normal(size=(2, 3, 4))
+    (b,) = PrunePlan.from_spans(4, [[1, 2]]).boundaries
+    d = np.array([0.5, -1.0, 2.0, 0.0])
+    u, v = np.arange(8.0).reshape(4, 2), np.arange(8.0).reshape(2, 4)
+    for operator, m in [
+        (Operator(b, "k", delta=np.outer(d, d)), np.outer(d, d)),
+        (Operator(b, "k", diagonal=d), np.diag(d)),
+        (Operator(b, "k", factors=(u, v), bias=d), u @ v),
+    ]:
+        bias = 0 if operator.bias is None else operator.bias
+        np.testing.assert_allclose(operator.apply(x), x @ (np.eye(4) + m) + bias, atol=1e-12)
+        np.testing.assert_array_equal(operator.matrix, m)
+        assert operator.hidden_size == 4
+
+
+def test_one_form_per_operator_and_one_operator_per_boundary():
+    with pytest.raises(ValueError, match="one form"):
+        Operator(PLAN.boundaries[0], "k", delta=np.eye(2), diagonal=np.ones(2))
+    with pytest.raises(ValueError, match="one operator per boundary"):
+        OperatorSet("k", operators().operators[:1], PLAN)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "foreign", "header"])
+def test_a_damaged_file_is_refused(tmp_path, damage):
+    path = tmp_path / "demo.safetensors"
+    data = operators().to_bytes()
+    if damage == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "foreign":
+        from safetensors.numpy import save
+
+        path.write_bytes(save({"a": np.ones(3)}))
+    elif damage == "header":
+        path.write_bytes(data.replace(b'\\"boundary\\": 1', b'\\"boundery\\": 1').replace(b"[5, 6]", b"[6, 5]"))
+    with pytest.raises(RunFolderError, match="ghostexport recover"):
+        load_operators(path)

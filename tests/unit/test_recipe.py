@@ -1,0 +1,62 @@
+import pytest
+import yaml
+
+from ghostexport.errors import RecipeError
+from ghostexport.recipe import Recipe, parse_recipe, read_recipe, require_name
+
+MINIMAL = {"model": {"source": "smollm2"}, "select": {"prune": 7}}
+
+
+def test_yaml_round_trip_reproduces_the_recipe_with_every_default_written_out():
+    recipe = parse_recipe(MINIMAL)
+    written = yaml.safe_load(recipe.to_yaml())
+    assert set(written) == set(Recipe.model_fields)
+    assert written["calibration"]["sequences"] == 128
+    assert parse_recipe(written) == recipe and parse_recipe(written).sha256 == recipe.sha256
+
+
+def test_hash_follows_only_the_sections_named():
+    a = parse_recipe(MINIMAL)
+    b = parse_recipe(MINIMAL | {"select": {"prune": 5}})
+    assert a.section_sha256(["model"]) == b.section_sha256(["model"])
+    assert a.section_sha256(["select"]) != b.section_sha256(["select"])
+
+
+def test_variants_are_dense_pruned_and_the_operators():
+    assert parse_recipe(MINIMAL).variants == ("dense", "pruned", "ghost", "linearpatch-rotate")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"model": {"source": "x"}, "selekt": {}}, "unknown key 'selekt'. Did you mean 'select'"),
+        ({"model": {"source": "x"}, "select": {"criterium": "x"}}, "'select.criterium'. Did you mean 'criterion'"),
+        ({"model": {"source": "x"}, "select": {"criterion": "streamlin"}}, "Did you mean 'streamline'"),
+        ({"model": {"source": "x"}, "recover": {"operators": ["gost"]}}, "Did you mean 'ghost'"),
+        ({"model": {"source": "x"}, "recover": {"operators": ["ghost", "ghost"]}}, "named twice"),
+        ({"model": {"source": "x"}, "build": {"runtimes": ["onnxruntine"]}}, "Did you mean 'onnxruntime'"),
+        ({"model": {"source": "x"}, "select": {"prune": 0}}, "select.prune"),
+        ({"model": {"source": "x", "dtype": "int8"}}, "model.dtype"),
+        ({"model": {"source": "x"}, "calibration": {"sequences": "many"}}, "calibration.sequences"),
+        ({}, "model: Field required"),
+    ],
+)
+def test_a_bad_recipe_names_the_field_and_the_nearest_name(data, says):
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(data)
+    assert says in str(caught.value)
+
+
+def test_a_recipe_file_must_be_readable_yaml(tmp_path):
+    with pytest.raises(RecipeError, match="does not exist"):
+        read_recipe(tmp_path / "none.yaml")
+    for content in (b"[1, 2]", b"\xff\xfe\x00", b"a: [", b""):
+        path = tmp_path / "bad.yaml"
+        path.write_bytes(content)
+        with pytest.raises(RecipeError, match=r"bad\.yaml"):
+            read_recipe(path)
+
+
+def test_unknown_names_list_the_valid_ones():
+    with pytest.raises(RecipeError, match="Valid: a, b"):
+        require_name("zzz", ("a", "b"), "thing")

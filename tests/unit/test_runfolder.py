@@ -1,0 +1,115 @@
+import json
+import multiprocessing
+import os
+
+import pytest
+
+from ghostexport.errors import RunFolderError
+from ghostexport.runfolder import RunFolder, atomic_path, require_space, write_bytes, write_json
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    write_bytes(run.path / "in.bin", b"input")
+    write_bytes(run.path / "out.bin", b"output")
+    run.record("select", "hash", [run.path / "in.bin"], [run.path / "out.bin"], {"torch": "2"}, 1.0)
+    return run
+
+
+def current(run, sections="hash", versions=None, inputs=("in.bin",)):
+    return run.is_current("select", sections, [run.path / name for name in inputs], versions or {"torch": "2"})
+
+
+def test_a_stage_is_current_until_recipe_versions_or_inputs_change(folder):
+    assert current(folder)
+    assert not current(folder, sections="other")
+    assert not current(folder, versions={"torch": "3"})
+    assert not current(folder, inputs=("in.bin", "out.bin"))
+    write_bytes(folder.path / "in.bin", b"INPUT")
+    assert not current(folder)
+
+
+def test_touching_a_file_without_changing_it_does_not_make_a_stage_stale(folder):
+    os.utime(folder.path / "in.bin", ns=(1, 1))
+    os.utime(folder.path / "out.bin", ns=(1, 1))
+    assert current(folder)
+
+
+@pytest.mark.parametrize("content", [b"outpux", b"out"])
+def test_an_edited_or_truncated_output_is_an_error_that_names_the_stage(folder, content):
+    write_bytes(folder.path / "out.bin", content)
+    with pytest.raises(RunFolderError, match="ghostexport select"):
+        current(folder)
+
+
+def test_a_missing_output_or_a_forgotten_stage_runs_again(folder):
+    (folder.path / "out.bin").unlink()
+    assert not current(folder)
+    write_bytes(folder.path / "out.bin", b"output")
+    folder.forget("select")
+    assert not current(folder) and folder.outputs("select") == []
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
+    target = tmp_path / "a.json"
+    write_json(target, {"a": 1})
+    with pytest.raises(RuntimeError), atomic_path(target) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert json.loads(target.read_text()) == {"a": 1} and os.listdir(tmp_path) == ["a.json"]
+    with pytest.raises(ValueError):
+        write_json(target, float("nan"))
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_unwritable_targets_and_full_disks_are_clear_errors(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="Cannot write"):
+        write_bytes(tmp_path / "file" / "below", b"")
+    if os.path.exists("/dev/full"):
+        with pytest.raises(RunFolderError, match="No space left"), atomic_path(tmp_path / "b"):
+            with open("/dev/full", "wb", buffering=0) as full:
+                full.write(b"x")
+    with pytest.raises(RunFolderError, match="No disk space for engines"):
+        require_space(tmp_path, 1 << 62, "engines")
+
+
+def test_a_damaged_or_foreign_manifest_is_refused(folder):
+    for content in (b"{", b"[]", b'{"schema": "other"}'):
+        write_bytes(folder.path / "manifest.json", content)
+        with pytest.raises(RunFolderError, match="manifest"):
+            folder.manifest()
+
+
+def _hold(path, ready, done):
+    with RunFolder(path).lock():
+        ready.set()
+        done.wait(30)
+
+
+def test_two_processes_cannot_write_into_one_folder(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(tmp_path / "run", ready, done))
+    process.start()
+    try:
+        assert ready.wait(30)
+        with pytest.raises(RunFolderError, match="Another ghostexport process"), RunFolder(tmp_path / "run").lock():
+            pass
+    finally:
+        done.set()
+        process.join()
+    with RunFolder(tmp_path / "run").lock():
+        pass
+
+
+def test_a_folder_of_another_model_or_of_foreign_files_is_not_taken_over(tmp_path):
+    run = RunFolder(tmp_path)
+    run.require_model({}, "a")
+    run.require_model({"model": {"source": "a"}}, "a")
+    with pytest.raises(RunFolderError, match="another model: a, not b"):
+        run.require_model({"model": {"source": "a"}}, "b")
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        run.require_model({}, "a")
