@@ -5,6 +5,7 @@ Norm weights are randomised: exporters merge equal tensors, and untouched norms 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,3 +56,20 @@ def tiny(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
     return model
+
+
+def tiny_folder(path: Path, name: str = "llama-tied", **overrides: Any) -> Path:
+    """Saves a tiny model with a byte-level tokenizer as a Hugging Face folder and returns the folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tiny(name, **({"vocab_size": 264} | overrides)).save_pretrained(path)
+    fast.save_pretrained(path)
+    return path
