@@ -62,27 +62,43 @@ class ExportSection(_Section):
 
 
 class BuildSection(_Section):
+    """How engines are shaped. Sizes are in sequences (batch) and tokens; each option is refused where a runtime lacks it.
+
+    Attributes:
+        runtimes: runtimes to build for; empty chooses the best one usable here.
+        profiles: ``joint`` = prefill and decode profiles in one plan, ``split`` = one plan each, ``single`` = one
+            profile for both.
+        max_batch, opt_batch: largest batch and the one kernels are tuned for.
+        max_tokens, max_past: most new tokens of one call, and most tokens in the KV cache before it (at least 0).
+        batch_points, token_points: inner upper limits; each splits the prefill (and decode) range into one more profile.
+        workspace: builder workspace limit in MiB.
+        hardware_compatibility: GPUs other than the building one that may load the plan.
+        version_compatible: later TensorRT versions may load the plan.
+        weight_streaming: weights may stay in host memory (models larger than the GPU's).
+        strip_plan: leave refittable weights out of the plan.
+        refittable: operators can be swapped without a rebuild.
+        opt_level: builder optimization level, 0 (fast build) to 5.
+        compute_capability: TensorRT-RTX ahead-of-time targets such as ``SM86``, or ``CURRENT``.
+        providers: ONNX Runtime providers in order; empty chooses by what is installed.
+    """
+
     runtimes: tuple[str, ...] = ()
+    profiles: Literal["joint", "split", "single"] = "joint"
     max_batch: Annotated[int, Field(ge=1)] = 4
+    opt_batch: Annotated[int, Field(ge=1)] = 1
     max_tokens: Annotated[int, Field(ge=1)] = 512
     max_past: Annotated[int, Field(ge=1)] = 1023
-
-
-#: What the presets of the benchmark measure; ``edge`` is the default. A key given beside ``preset`` wins over it.
-BENCH_PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"prefill_tokens": (128,), "decode_past": (128,), "decode_steps": 6, "request": (32, 8), "repeats": 6},
-    "edge": {"prefill_tokens": (64, 256), "decode_past": (128, 512), "decode_steps": 8, "request": (64, 16)},
-    "server": {
-        "batches": (1, 4),
-        "prefill_tokens": (128, 512),
-        "decode_past": (128, 512, 960),
-        "decode_steps": 32,
-        "request": (256, 64),
-        "repeats": 20,
-    },
-}
-
-Counts = tuple[Annotated[int, Field(ge=1)], ...]
+    batch_points: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    token_points: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    workspace: Annotated[int, Field(ge=1)] | None = None
+    hardware_compatibility: Literal["none", "ampere-plus", "same-compute-capability"] = "none"
+    version_compatible: bool = False
+    weight_streaming: bool = False
+    strip_plan: bool = False
+    refittable: bool = False
+    opt_level: Annotated[int, Field(ge=0, le=5)] | None = None
+    compute_capability: tuple[Annotated[str, Field(pattern=r"^(SM\d+|CURRENT)$")], ...] = ()
+    providers: tuple[Literal["tensorrt", "nv-tensorrt-rtx", "cuda", "cpu"], ...] = ()
 
 
 class BenchSection(_Section):
@@ -226,10 +242,12 @@ class Execution:
 
     Attributes:
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... for PyTorch work.
+        timing_cache: file of measured kernel timings that builds read and extend; None keeps none.
         progress: called as ``progress(task, done, total)``.
         say: called with a line worth telling the user (a choice made and its reason).
     """
 
     device: str = "auto"
+    timing_cache: Path | None = None
     progress: Progress = field(default=no_progress)
     say: Callable[[str], None] = field(default=lambda line: None)

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ghostexport.recipe import Execution
+from ghostexport.operators import OperatorSet
+from ghostexport.recipe import BuildSection, Execution
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,40 @@ class Availability:
 
 
 @dataclass(frozen=True)
+class Tensor:
+    """A binding of a decoder graph.
+
+    Attributes:
+        name: as in the graph.
+        dtype: NumPy (or ml_dtypes) name, such as ``int64`` or ``bfloat16``.
+        dims: integers, or roles ``batch``, ``tokens``, ``past``, ``total`` (= past + tokens).
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
 class EngineFile:
     """A built engine; the sidecar JSON beside it holds exactly these fields.
 
     Attributes:
-        path: the engine (``.engine`` plan, or ``.onnx`` for ONNX Runtime).
+        path: the engine (``.engine`` plan, or ``.onnx`` for ONNX Runtime); of split profiles, the prefill plan.
         runtime, version: who built it.
         variant: ``dense``, ``pruned`` or an operator's name.
         device: fingerprint of the device it was built on or for.
         profiles: optimization profiles: name -> input -> (min, opt, max) shapes; empty for ONNX Runtime.
         flags: every setting that shaped the build, by name.
         build_seconds: wall-clock seconds of the build.
-        plan_bytes: size of the engine file (and its data file, where it has one).
+        plan_bytes: size of all files of the engine.
         weight_bytes: bytes of the weights in the graph it was built from.
         graph_sha256: hash of the ONNX file it was built from.
         plan_sha256: hash of the engine file.
-        inputs, outputs: binding names in engine order.
+        files: every file the engine consists of, by name in the sidecar's folder -> sha256; the first is ``path``.
+        inputs, outputs: the graph's bindings in order: name, dtype and dims, a dim being an integer or its role
+            (``batch``, ``tokens``, ``past``, ``total``).
+        extra: what only some runtimes have: trtexec lines, layer names, hashes of the graph's data files.
     """
 
     path: Path
@@ -61,8 +80,9 @@ class EngineFile:
     weight_bytes: int
     graph_sha256: str
     plan_sha256: str
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -113,20 +133,29 @@ class Runtime(Protocol):
         ...
 
     def build(
-        self, graph: Path, target: Path, variant: str, settings: Any, execution: Execution
+        self, graph: Path, target: Path, variant: str, settings: BuildSection, execution: Execution
     ) -> EngineFile:
-        """Builds ``graph`` (ONNX) into ``target`` plus the runtime's suffix, atomically, with its sidecar.
+        """Builds ``graph`` (ONNX) into ``target`` plus the runtime's suffix, atomically; the sidecar is written last.
 
         Raises:
+            RecipeError: this runtime or version does not support a setting.
             RuntimeUnavailableError: this runtime cannot build here.
             BuildError: the builder failed; its log is attached.
         """
         ...
 
     def load(self, engine: EngineFile, execution: Execution) -> Session:
-        """Loads a built engine.
+        """Loads a built engine after checking its sidecar against this machine.
 
         Raises:
             RuntimeUnavailableError: it cannot run here, or was built for something else.
+        """
+        ...
+
+    def swap(self, engine: EngineFile, operators: OperatorSet, target: Path, execution: Execution) -> EngineFile:
+        """Writes ``target`` plus suffix: the engine with other operators in the same places, without a rebuild.
+
+        Raises:
+            BuildError: the engine was not built refittable, or the operators do not fit it.
         """
         ...

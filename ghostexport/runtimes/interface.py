@@ -1,0 +1,177 @@
+"""What a decoder graph takes and gives: its bindings with the role of every dim, KV pairs and weight bytes.
+
+Exported symbols are not linked to each other (the mask's length is its own symbol), so roles come from this table::
+
+    input_ids, position_ids   [batch, tokens]
+    attention_mask            [batch, total]                total = past + tokens
+    inputs_embeds             [batch, tokens, C]
+    KV input                  [batch, heads, past, head_dim]   (or past at axis 1, when that is the symbolic one)
+    logits                    [batch, tokens, V]
+    KV output                 as its input, with total in place of past
+
+A dim that is a number stays a number; a symbol spelled as a number (``"16"``) is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from ghostexport.errors import BuildError
+from ghostexport.kv_names import pair_kv, parse_kv_name
+from ghostexport.runtimes.base import Tensor
+
+if TYPE_CHECKING:
+    import onnx
+
+_ROLES: dict[str, tuple[str, ...]] = {
+    "input_ids": ("batch", "tokens"),
+    "position_ids": ("batch", "tokens"),
+    "attention_mask": ("batch", "total"),
+    "inputs_embeds": ("batch", "tokens", "hidden"),
+    "logits": ("batch", "tokens", "vocabulary"),
+}
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A decoder graph seen from outside.
+
+    Attributes:
+        inputs, outputs: in graph order.
+        kv: ``(past input, present output)`` names.
+        weight_bytes: bytes of all initializers.
+        data_files: external data files, absolute.
+        operators: distinct ``domain::op_type`` of the nodes.
+        spliced: names of the operator initializers, ``ghost.{b}.*``.
+        metadata: the model's metadata, such as what surgery recorded.
+        opset: version of the default operator set.
+    """
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    kv: tuple[tuple[str, str], ...]
+    weight_bytes: int
+    data_files: tuple[Path, ...]
+    operators: frozenset[str]
+    spliced: tuple[str, ...]
+    metadata: dict[str, str]
+    opset: int
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the KV cache, which is that of the residual stream; of the logits when there is no cache."""
+        names = {past for past, _ in self.kv}
+        return next((t.dtype for t in self.inputs if t.name in names), self.outputs[0].dtype)
+
+
+def read_interface(path: Path) -> Interface:
+    """Reads the interface of an ONNX decoder without loading its weights.
+
+    Raises:
+        BuildError: the file is not a readable ONNX model, its external data is missing or outside its folder, or an
+            input has a role this project does not know.
+    """
+    model = load_graph(path)
+    graph = model.graph
+    try:
+        kv = tuple(pair_kv((v.name for v in graph.input), (v.name for v in graph.output)))
+    except ValueError as error:
+        raise BuildError(f"{path}: {error}.", "Renumber the cache densely: ghostexport surgery does.") from None
+    weights, files = _weights(path, graph.initializer)
+    return Interface(
+        inputs=tuple(_tensor(path, value, output=False) for value in graph.input),
+        outputs=tuple(_tensor(path, value, output=True) for value in graph.output),
+        kv=kv,
+        weight_bytes=weights,
+        data_files=files,
+        operators=frozenset(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in graph.node),
+        spliced=tuple(i.name for i in graph.initializer if i.name.startswith("ghost.")),
+        metadata={entry.key: entry.value for entry in model.metadata_props},
+        opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
+    )
+
+
+def load_graph(path: Path) -> onnx.ModelProto:
+    """The ONNX model without its external data.
+
+    Raises:
+        BuildError: missing or not ONNX.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        return onnx.load(str(path), load_external_data=False)
+    except FileNotFoundError:
+        raise BuildError(f"{path} does not exist.", "Make it with: ghostexport surgery RUN") from None
+    except DecodeError as error:
+        raise BuildError(f"{path} is not an ONNX model: {error}", "It was truncated or edited; export again.") from error
+
+
+def external(initializer: Any) -> dict[str, str]:
+    """Location, offset and length of an external initializer; empty for one inside the model file."""
+    return {e.key: e.value for e in initializer.external_data} if initializer.data_location == 1 else {}
+
+
+def _weights(path: Path, initializers: Any) -> tuple[int, tuple[Path, ...]]:
+    total, files = 0, {}
+    for initializer in initializers:
+        where = external(initializer)
+        if not where:
+            total += initializer.ByteSize()
+            continue
+        location = PurePosixPath(where["location"])
+        if location.is_absolute() or ".." in location.parts:
+            raise BuildError(
+                f"{path}: initializer {initializer.name} points outside the model's folder: {location}.",
+                "External data must lie beside the model.",
+            )
+        total += int(where.get("length", 0))
+        file = path.parent / location
+        files[file] = max(files.get(file, 0), int(where.get("offset", 0)) + int(where.get("length", 0)))
+    for file, needed in files.items():
+        have = file.stat().st_size if file.exists() else None
+        if have is None or have < needed:
+            problem = "is missing" if have is None else f"has {have} of at least {needed} bytes"
+            raise BuildError(f"External data {file} of {path.name} {problem}.", "Keep both files together, or export again.")
+    return total, tuple(files)
+
+
+def _tensor(path: Path, value: Any, *, output: bool) -> Tensor:
+    import onnx
+
+    kind = value.type.tensor_type
+    # dim_value of a dim without value and symbol reads 0: an anonymous symbol
+    raw = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in kind.shape.dim]
+    dims = tuple(int(d) if isinstance(d, str) and d.isdigit() else d for d in raw)
+    name = str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
+    return Tensor(value.name, name, _roles(path, value.name, dims, output=output))
+
+
+def _roles(path: Path, name: str, dims: tuple[int | str, ...], *, output: bool) -> tuple[int | str, ...]:
+    if parse_kv_name(name, output=output) and len(dims) == 4:
+        axis = 1 if isinstance(dims[1], str) and isinstance(dims[2], int) else 2
+        table: tuple[str, ...] = ("batch", "heads", "heads", "head_dim")
+        table = (*table[:axis], "total" if output else "past", *table[axis + 1 :])
+    elif name in _ROLES and len(dims) == len(_ROLES[name]):
+        table = _ROLES[name]
+    elif all(isinstance(d, int) or d in ("batch", "tokens", "past", "total") for d in dims) or output:
+        return dims
+    else:
+        raise BuildError(
+            f"{path}: input {name} {list(dims)} has dims of unknown role.",
+            "Known inputs: input_ids, attention_mask, position_ids, inputs_embeds and the KV cache.",
+        )
+    roles = tuple(d if isinstance(d, int) else role for d, role in zip(dims, table, strict=True))
+    stuck = [i for i, (d, role) in enumerate(zip(dims, table, strict=True)) if role in ("past", "total") and isinstance(d, int)]
+    if stuck and not output:
+        raise BuildError(
+            f"{path}: the {table[stuck[0]]} length of input {name} {list(dims)} is baked in as {dims[stuck[0]]}.",
+            "Export with a dynamic cache length (two or more past tokens in the sample inputs).",
+        )
+    loose = [role for role in roles if role in ("heads", "head_dim", "hidden")]
+    if loose and not output:
+        raise BuildError(f"{path}: input {name} {list(dims)} has no fixed {loose[0]}.", "Export with that dim static.")
+    return roles
