@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
 
@@ -57,20 +58,24 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
     with pytest.raises(RuntimeError), atomic_path(target) as temporary:
         temporary.write_text("half")
         raise RuntimeError
-    assert json.loads(target.read_text()) == {"a": 1} and os.listdir(tmp_path) == ["a.json"]
+    assert json.loads(target.read_text()) == {"a": 1} and [p.name for p in tmp_path.iterdir()] == ["a.json"]
     with pytest.raises(ValueError):
         write_json(target, float("nan"))
-    assert os.listdir(tmp_path) == ["a.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_unwritable_targets_and_full_disks_are_clear_errors(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="Cannot write"):
         write_bytes(tmp_path / "file" / "below", b"")
-    if os.path.exists("/dev/full"):
-        with pytest.raises(RunFolderError, match="No space left"), atomic_path(tmp_path / "b"):
-            with open("/dev/full", "wb", buffering=0) as full:
-                full.write(b"x")
+    full = Path("/dev/full")  # every write to it fails with ENOSPC
+    if full.exists():
+        with (
+            pytest.raises(RunFolderError, match="No space left"),
+            atomic_path(tmp_path / "b"),
+            full.open("wb", buffering=0) as file,
+        ):
+            file.write(b"x")
     with pytest.raises(RunFolderError, match="No disk space for engines"):
         require_space(tmp_path, 1 << 62, "engines")
 
