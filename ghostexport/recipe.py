@@ -101,6 +101,9 @@ class BuildSection(_Section):
     providers: tuple[Literal["tensorrt", "nv-tensorrt-rtx", "cuda", "cpu"], ...] = ()
 
 
+Counts = tuple[Annotated[int, Field(ge=1)], ...]
+
+
 class BenchSection(_Section):
     """What the benchmark measures. A workload that does not fit an engine's profiles is left out, with the reason.
 
