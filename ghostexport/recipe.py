@@ -101,6 +101,20 @@ class BuildSection(_Section):
     providers: tuple[Literal["tensorrt", "nv-tensorrt-rtx", "cuda", "cpu"], ...] = ()
 
 
+#: What the presets of the benchmark measure; ``edge`` is the default. A key given beside ``preset`` wins over it.
+BENCH_PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"prefill_tokens": (128,), "decode_past": (128,), "decode_steps": 6, "request": (32, 8), "repeats": 6},
+    "edge": {"prefill_tokens": (64, 256), "decode_past": (128, 512), "decode_steps": 8, "request": (64, 16)},
+    "server": {
+        "batches": (1, 4),
+        "prefill_tokens": (128, 512),
+        "decode_past": (128, 512, 960),
+        "decode_steps": 32,
+        "request": (256, 64),
+        "repeats": 20,
+    },
+}
+
 Counts = tuple[Annotated[int, Field(ge=1)], ...]
 
 

@@ -1,0 +1,182 @@
+"""The machine while it is measured: card, clocks, temperature, throttling, and load by others."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+#: Share of the machine's CPU time used by other processes above which a run is flagged.
+OTHER_LOAD_LIMIT = 0.05
+#: Change of the clock between the first and last third of the run above which it is flagged.
+CLOCK_DRIFT_LIMIT = 0.05
+_PROBE_SIDE = 192
+
+
+def card(device: str) -> dict[str, Any]:
+    """Who measures: host CPU, memory, OS, power mode, GPU where there is one. Missing facts are left out."""
+    facts: dict[str, Any] = {
+        "device": device,
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "environment": {k: os.environ[k] for k in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") if k in os.environ},
+    }
+    governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    board = _read("/proc/device-tree/model")
+    extra = {"board": board.strip("\0") if board else None, "cpu_governor": governor, "power_mode": _nvpmodel()}
+    facts |= {key: value for key, value in extra.items() if value}
+    if device == "cuda":
+        facts["gpu"] = _gpu_card()
+    return facts
+
+
+@dataclass
+class MachineWatch:
+    """Takes a snapshot before every round; :meth:`flags` reads the run's conditions out of them.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        snapshots: one per round: seconds of a fixed probe computation, clocks, temperatures, throttle count.
+    """
+
+    device: str
+    snapshots: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start = (time.monotonic(), _busy_seconds(), _own_seconds())
+
+    def snapshot(self) -> None:
+        """Reads everything that is readable here; a missing sensor is left out of the snapshot."""
+        reading: dict[str, float | None] = {"probe_seconds": _probe()}
+        frequency = psutil.cpu_freq()
+        reading["cpu_mhz"] = frequency.current if frequency else None
+        temperatures = [s.current for sensors in _temperatures().values() for s in sensors]
+        reading["celsius"] = max(temperatures) if temperatures else None
+        reading["throttle_count"] = _throttle_count()
+        if self.device == "cuda":
+            reading |= _gpu_state()
+        self.snapshots.append({key: float(value) for key, value in reading.items() if value is not None})
+
+    def other_load(self) -> float:
+        """Share of the machine's CPU time since the start that other processes used."""
+        elapsed = time.monotonic() - self._start[0]
+        others = (_busy_seconds() - self._start[1]) - (_own_seconds() - self._start[2])
+        return max(0.0, others / (elapsed * (psutil.cpu_count() or 1))) if elapsed else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        return {"other_load": self.other_load(), "snapshots": self.snapshots}
+
+    def flags(self) -> list[str]:
+        """What makes this run less trustworthy, as sentences; empty when nothing does."""
+        found = []
+        if (load := self.other_load()) > OTHER_LOAD_LIMIT:
+            found.append(f"other load: {load:.0%} of the CPU time went to other processes")
+        return found + condition_flags(self.snapshots)
+
+
+def condition_flags(snapshots: list[dict[str, float]]) -> list[str]:
+    """Clock drift and throttling in a series of snapshots."""
+    found = []
+    for key, what in (("cpu_mhz", "CPU clock"), ("gpu_mhz", "GPU clock"), ("probe_seconds", "probe computation")):
+        values = [s[key] for s in snapshots if key in s]
+        third = len(values) // 3
+        if third:
+            change = float(np.median(values[-third:]) / np.median(values[:third])) - 1
+            if abs(change) > CLOCK_DRIFT_LIMIT:
+                found.append(f"clocks drifted: {what} changed by {change:+.0%} during the run")
+    counts = [s["throttle_count"] for s in snapshots if "throttle_count" in s]
+    if counts and counts[-1] > counts[0]:
+        found.append(f"thermal throttling: the CPU throttled {counts[-1] - counts[0]:.0f} times")
+    if any(s.get("gpu_thermal_slowdown") for s in snapshots):
+        found.append("thermal throttling: the GPU reported a thermal slowdown")
+    return found
+
+
+def _probe() -> float:
+    """Seconds of a fixed small computation: follows the clock where no frequency can be read (virtual machines)."""
+    a = np.full((_PROBE_SIDE, _PROBE_SIDE), 0.5)
+    best = np.inf
+    for _ in range(5):
+        start = time.perf_counter_ns()
+        a @ a
+        best = min(best, (time.perf_counter_ns() - start) * 1e-9)
+    return float(best)
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    steal = getattr(times, "steal", 0.0)
+    return float(times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0) + steal)
+
+
+def _own_seconds() -> float:
+    own = psutil.Process().cpu_times()
+    return float(own.user + own.system)
+
+
+def _temperatures() -> Mapping[str, Any]:
+    sensors = getattr(psutil, "sensors_temperatures", None)  # Linux only
+    return sensors() if sensors else {}
+
+
+def _throttle_count() -> int | None:
+    counters = list(Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
+    return sum(int(path.read_text()) for path in counters) if counters else None
+
+
+def _cpu_name() -> str:
+    for line in (_read("/proc/cpuinfo") or "").splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _nvpmodel() -> str | None:
+    """Jetson's power mode, such as ``MAXN``."""
+    try:
+        done = subprocess.run(["nvpmodel", "-q"], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next((line.partition(":")[2].strip() for line in done.stdout.splitlines() if "Power Mode" in line), None)
+
+
+def _gpu_state() -> dict[str, float | None]:
+    row = _nvidia_smi("clocks.sm,temperature.gpu,clocks_event_reasons.sw_thermal_slowdown")
+    if row is None:
+        return {}
+    clock, celsius, slowdown = row
+    return {"gpu_mhz": float(clock), "gpu_celsius": float(celsius), "gpu_thermal_slowdown": float(slowdown == "Active")}
+
+
+def _gpu_card() -> dict[str, str]:
+    keys = ("name", "driver_version", "compute_cap", "clocks.max.sm", "power.limit", "memory.total")
+    row = _nvidia_smi(",".join(keys))
+    return dict(zip(keys, row, strict=True)) if row else {}
+
+
+def _nvidia_smi(query: str) -> list[str] | None:
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [cell.strip() for cell in done.stdout.strip().split(",")]
