@@ -1,0 +1,188 @@
+import json
+
+import numpy as np
+import pytest
+
+from ghostexport.benchmarking import SCHEMA, bench
+from ghostexport.errors import ParityError, RecipeError
+from ghostexport.recipe import BenchSection, Execution
+from tests.unit.benchmarking.synthetic import CEILINGS, FakeClock, SyntheticSession, engine, facts
+
+SECTION = BenchSection(prefill_tokens=(8,), decode_past=(4,), decode_steps=4, request=(4, 3), repeats=12)
+
+
+def run(sessions, section=SECTION, engines=None, parity=None, clock=None, execution=None, all_facts=None, **more):
+    return bench(
+        sessions,
+        engines or {v: engine(v) for v in sessions},
+        all_facts or {v: facts(10 if v == "dense" else 8) for v in sessions},
+        section,
+        execution or Execution(),
+        parity=parity if parity is not None else dict.fromkeys(sessions, True),
+        ceilings=CEILINGS,
+        clock=clock or FakeClock(),
+        **more,
+    )
+
+
+def loaders(costs, noise=0.0, drift=None):
+    clock = FakeClock()
+    return {
+        name: lambda name=name, seed=seed, cost=cost: SyntheticSession(
+            clock, lambda t, p: cost * t, noise, seed, (drift or {}).get(name, lambda call: 1.0)
+        )
+        for seed, (name, cost) in enumerate(costs.items())
+    }, clock
+
+
+def comparison(report, workload, variant, against, metric="seconds"):
+    found = [
+        c
+        for c in report.to_json()["comparisons"]
+        if (c["workload"], c["variant"], c["against"], c["metric"]) == (workload, variant, against, metric)
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_two_copies_of_one_engine_are_the_same():
+    sessions, clock = loaders({"dense": 0.01, "pruned": 0.01}, noise=0.03)
+    report = run(sessions, clock=clock)
+    for found in report.to_json()["comparisons"]:
+        assert found["speedup"]["low"] <= 1 <= found["speedup"]["high"], found
+        assert found["verdict"] == "same"
+        assert found["difference_seconds"]["low"] <= 0 <= found["difference_seconds"]["high"]
+
+
+def test_known_costs_are_found():
+    sessions, clock = loaders({"dense": 0.010, "pruned": 0.008, "linearpatch-rotate": 0.0081, "ghost": 0.0081})
+    report = run(sessions, clock=clock)
+    speedup = comparison(report, "decode-b1-p4", "pruned", "dense")
+    assert speedup["speedup"]["value"] == pytest.approx(1.25) and speedup["verdict"] == "faster"
+    assert speedup["ideal"] == pytest.approx(1.25)  # weights and KV both shrink by 10/8
+    assert speedup["of_ideal"] == pytest.approx(1.0)
+    marginal = comparison(report, "decode-b1-p4", "ghost", "pruned")
+    assert marginal["difference_seconds"]["value"] == pytest.approx(0.0001)
+    twins = comparison(report, "prefill-b1-t8", "ghost", "linearpatch-rotate")
+    assert twins["speedup"]["value"] == pytest.approx(1.0) and twins["verdict"] == "same"
+    assert comparison(report, "request-b1-t4-g3", "pruned", "dense", "latency")["ideal"] == pytest.approx(1.25)
+
+
+def test_session_that_slows_down_half_way_is_flagged():
+    # one visit of each workload in the memory pass and 12 + 1 rounds; a round is 1 + 4 + 3 forwards
+    slow = {"ghost": lambda call: 1.0 if call < 8 * 7 else 1.4}
+    sessions, clock = loaders({"dense": 0.01, "ghost": 0.01}, noise=0.01, drift=slow)
+    report = run(sessions, clock=clock)
+    flagged = {(m["variant"], m["workload"]) for m in report.to_json()["measurements"] if "slowed down" in str(m["flags"])}
+    assert flagged == {("ghost", w.name) for w in report.workloads}
+
+
+def test_json_is_complete_and_keeps_raw_samples(tmp_path):
+    sessions, clock = loaders({"dense": 0.01, "pruned": 0.008})
+    seen = []
+    report = run(sessions, clock=clock, observe=lambda cells: seen.append(len(cells)), recipe_sha256="ab")
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert data["schema"] == SCHEMA and data["recipe_sha256"] == "ab"
+    assert seen == [6] * 12
+    decode = [m for m in data["measurements"] if m["workload"] == "decode-b1-p4" and m["variant"] == "dense"]
+    assert len(decode) == 1 and [len(r) for r in decode[0]["rounds"]] == [4] * 12
+    assert decode[0]["summary"]["median"] == pytest.approx(0.01)
+    assert decode[0]["tokens_per_second"] == pytest.approx(100)
+    # 4 steps read the weights and past 4..7: (4000 x 4 + 20 x 22) bytes in 0.04 s, over 1 GB/s
+    assert decode[0]["mbu"] == pytest.approx((16000 + 440) / 0.04 / 1e9)
+    prefill = next(m for m in data["measurements"] if m["workload"] == "prefill-b1-t8" and m["variant"] == "dense")
+    assert prefill["mfu"] == pytest.approx((8 * 2000 + 36 * 40) / 0.08 / 1e9)
+    assert "enqueue_median" not in prefill  # a CPU has no enqueue time: absent, not zero
+    assert set(data["variants"]["dense"]["peak_bytes"]) == {w["name"] for w in data["workloads"]}
+
+
+def test_order_is_random_and_fair():
+    clock, order = FakeClock(), []
+
+    class Recording(SyntheticSession):
+        def __init__(self, name):
+            super().__init__(clock, lambda t, p: 0.01)
+            self.name = name
+
+        def new_cache(self, batch, length=0):
+            order.append(self.name)
+            return super().new_cache(batch, length)
+
+    run({v: lambda v=v: Recording(v) for v in ("dense", "ghost")}, clock=clock)
+    # the memory pass asks for 1 + 3 caches per variant; then 13 rounds of 3 workloads x 2 variants
+    rounds = np.array(order[8:]).reshape(13, 6)
+    assert all(sorted(r) == ["dense"] * 3 + ["ghost"] * 3 for r in rounds.tolist())
+    assert len({tuple(r) for r in rounds.tolist()}) > 6
+
+
+@pytest.mark.parametrize(
+    ("engines", "parity", "all_facts", "reason"),
+    [
+        ({"ghost": engine("ghost", flags={"threads": 4})}, None, None, "runtime settings differ: threads"),
+        ({"ghost": engine("ghost", version="2.0")}, None, None, "runtime differs"),
+        ({}, {"dense": True, "ghost": False}, None, "parity of ghost failed"),
+        ({}, {"dense": True}, None, "parity of ghost was not checked"),
+    ],
+)
+def test_no_verdict_when_the_sides_differ(engines, parity, all_facts, reason):
+    sessions, clock = loaders({"dense": 0.01, "ghost": 0.008})
+    both = {v: engine(v) for v in sessions} | engines
+    report = run(sessions, clock=clock, engines=both, parity=parity)
+    for found in report.to_json()["comparisons"]:
+        assert found["verdict"] == "none" and any(reason in w for w in found["withheld"])
+
+
+def test_no_verdict_across_dtypes():
+    import dataclasses
+
+    sessions, clock = loaders({"dense": 0.01, "ghost": 0.008})
+    mixed = {"dense": facts(), "ghost": dataclasses.replace(facts(8), dtype="float16")}
+    report = run(sessions, clock=clock, all_facts=mixed)
+    assert "dtype differs: float16 (ghost), float32 (dense)" in comparison(report, "decode-b1-p4", "ghost", "dense")["withheld"]
+
+
+def test_host_bound_gpu_session_is_flagged():
+    clock = FakeClock()
+
+    class HostBound(SyntheticSession):
+        enqueue_seconds = 0.0095
+
+    report = run({"dense": lambda: HostBound(clock, lambda t, p: 0.01)}, clock=clock)
+    decode = next(m for m in report.to_json()["measurements"] if m["workload"] == "decode-b1-p4")
+    assert decode["enqueue_median"] == 0.0095 and any("host-bound" in f and "95%" in f for f in decode["flags"])
+
+
+def test_ideal_is_said_before_anything_is_measured():
+    sessions, clock = loaders({"dense": 0.01, "ghost": 0.008})
+    events = []
+    run(
+        sessions,
+        clock=clock,
+        execution=Execution(say=events.append, progress=lambda task, done, total: events.append(task)),
+    )
+    ideal = next(i for i, e in enumerate(events) if e == "ideal speed-up, decode-b1-p4 seconds: ghost 1.250")
+    assert ideal < events.index("bench")
+
+
+def test_engine_with_broken_logits_is_not_timed():
+    clock = FakeClock()
+
+    class Broken(SyntheticSession):
+        def forward(self, input_ids, cache):
+            logits, cache = super().forward(input_ids, cache)
+            return logits * np.nan, cache
+
+    with pytest.raises(ParityError, match="not finite"):
+        run({"dense": lambda: Broken(clock, lambda t, p: 0.01)}, clock=clock)
+
+
+def test_workloads_outside_every_profile_are_an_error():
+    tiny = {"only": {"input_ids": ((1, 1), (1, 1), (1, 2))}}
+    sessions, clock = loaders({"dense": 0.01})
+    with pytest.raises(RecipeError, match="No workload"):
+        run(
+            sessions,
+            clock=clock,
+            engines={"dense": engine("dense", profiles=tiny)},
+            section=BenchSection(prefill_tokens=(8,), decode_past=(4,), request=(4, 3), batches=(2,)),
+        )
