@@ -1,0 +1,30 @@
+"""Hugging Face causal LMs: loading, their decoder blocks, their residual stream, and cutting and patching them."""
+
+from ghostexport.models.anatomy import Projections, find_mid, find_projections
+from ghostexport.models.blocks import check_layout, find_blocks
+from ghostexport.models.cutting import drop_blocks
+from ghostexport.models.gguf import save_checkpoint
+from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch
+from ghostexport.models.patching import BoundaryModule, insert_operators
+from ghostexport.models.residuals import read_residuals
+from ghostexport.models.sources import resolve_source, source_files
+
+__all__ = [
+    "BoundaryModule",
+    "LoadedModel",
+    "Projections",
+    "check_layout",
+    "drop_blocks",
+    "find_blocks",
+    "find_mid",
+    "find_projections",
+    "from_memory",
+    "insert_operators",
+    "load_model",
+    "load_tokenizer",
+    "patch",
+    "read_residuals",
+    "resolve_source",
+    "save_checkpoint",
+    "source_files",
+]

@@ -1,0 +1,126 @@
+"""The parts of a decoder block that repairs touch, found by what they compute, not by their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ghostexport.errors import ModelLayoutError
+from ghostexport.models.blocks import find_blocks, hidden_states, output_states, probe_tokens
+
+#: Relative agreement of one sum with another order of the same additions in float32; halved digits in 16-bit formats.
+SUM_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The two linear layers of a block whose results are added to the residual stream.
+
+    Attributes:
+        attention_output, mlp_output: ``nn.Linear`` (weight ``[out, in]``) or GPT-2's ``Conv1D`` (weight ``[in, out]``).
+        additive: whether the block's output is exactly its input plus the two results. False for post-norm blocks
+            (Gemma 2 and 3, OLMo 2), where a norm stands between a projection and the addition.
+    """
+
+    attention_output: Any
+    mlp_output: Any
+    additive: bool
+
+
+def find_projections(model: Any, index: int) -> Projections:
+    """Finds them by one probe pass: of the linear layers that run, the last of width C inside and outside attention.
+
+    Raises:
+        ModelLayoutError: the block has none, or a mixture of experts instead of one MLP.
+    """
+    block = find_blocks(model)[index]
+    width = int(model.config.get_text_config().hidden_size)
+    linears = {m for m in block.modules() if isinstance(m, nn.Linear | Conv1D)}
+    calls = _probe(model, block, linears)
+    attention = _attention_modules(block)
+    wide = [(module, entered, left) for module, entered, left in calls if left.shape[-1] == width]
+    inside = [call for call in wide if call[0] in attention]
+    outside = [call for call in wide if call[0] not in attention]
+    experts = any("expert" in name for name, _ in block.named_modules())
+    if not inside or not outside or experts:
+        raise ModelLayoutError(
+            f"Block {index} of {type(model).__name__} has no single attention output and MLP output projection.",
+            "Use an operator that does not fold weights, such as ghost.",
+        )
+    entered, left = _stream(model, block)
+    added = (entered + inside[-1][2].view_as(entered) + outside[-1][2].view_as(entered)).float()
+    return Projections(inside[-1][0], outside[-1][0], _agree(added, left.float(), left.dtype))
+
+
+def find_mid(model: Any, index: int) -> nn.Module:
+    """The module that reads the stream between attention and MLP: block output minus MLP output (its second norm).
+
+    Raises:
+        ModelLayoutError: there is none, as in blocks whose attention and MLP are parallel, or post-norm blocks.
+    """
+    block = find_blocks(model)[index]
+    projections = find_projections(model, index)
+    children = {module for module in block.modules() if module is not block}
+    entered, left = _stream(model, block)
+    calls = _probe(model, block, children)
+    added = next(output for module, _, output in reversed(calls) if module is projections.mlp_output)
+    mid = (left - added.view_as(left)).float()
+    for module, value, _ in calls:
+        same = value.shape == mid.shape and _agree(value.float(), mid, left.dtype)
+        if same and not _agree(value.float(), entered.float(), left.dtype):
+            return module
+    raise ModelLayoutError(
+        f"Block {index} of {type(model).__name__} has no stream between attention and MLP.",
+        "Use an operator that acts at the boundary, such as ghost.",
+    )
+
+
+def _attention_modules(block: nn.Module) -> set[nn.Module]:
+    return {
+        inner
+        for module in block.modules()
+        if module is not block and "attention" in type(module).__name__.lower() and any(True for _ in module.children())
+        for inner in module.modules()
+    }
+
+
+def _probe(model: Any, block: nn.Module, modules: set[nn.Module]) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """``(module, input, output)`` of each call, in order, of one forward pass; calls without tensors are left out."""
+    calls: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        value = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(value, torch.Tensor) and isinstance(output, torch.Tensor):
+            calls.append((module, value, output))
+
+    handles = [module.register_forward_hook(keep, with_kwargs=True) for module in modules]
+    try:
+        with torch.no_grad():
+            model(input_ids=probe_tokens(model), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _stream(model: Any, block: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen.append((hidden_states(args, kwargs), output_states(output)))
+
+    handle = block.register_forward_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(input_ids=probe_tokens(model), use_cache=False)
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+def _agree(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((a - b).abs().max() <= SUM_TOLERANCE[dtype] * b.abs().max())

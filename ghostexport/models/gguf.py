@@ -1,0 +1,119 @@
+"""GGUF files become plain Hugging Face folders, de-quantised once and cached by the file's hash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+import transformers
+
+from ghostexport.errors import ModelLayoutError
+from ghostexport.recipe import Execution
+from ghostexport.runfolder import require_space, sha256_file, write_json
+
+#: Relative Frobenius distance below which an untied head is the embedding stored twice with two quantisations.
+#: 4-bit formats measure near 0.1; independent matrices measure near 1.4.
+SAME_HEAD = 0.25
+
+_BYTES_PER_GGUF_BYTE = 8  # 4-bit blocks to float32
+
+
+def convert_gguf(file: Path, execution: Execution) -> Path:
+    """De-quantises a GGUF file into a plain folder under the user's cache and returns that folder.
+
+    The folder is float32, holds configuration, weights and tokenizer, and loads in any transformers >= 4.57. It is
+    written beside its final name and renamed, so an interrupted conversion leaves nothing behind.
+
+    Raises:
+        ModelLayoutError: the file is not GGUF, or transformers cannot read its architecture.
+    """
+    cache = platformdirs.user_cache_path("ghostexport", appauthor=False) / "gguf"
+    folder = cache / sha256_file(file)[:32]
+    if (folder / "config.json").exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    require_space(cache, _BYTES_PER_GGUF_BYTE * file.stat().st_size, f"the de-quantised {file.name}")
+    execution.say(f"converting {file.name} to a plain model in {folder} (once)")
+    model, tokenizer = _read(file)
+    note = _head_note(model)
+    if note:
+        execution.say(note)
+    temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache))
+    try:
+        save_checkpoint(model, tokenizer, temporary)
+        if not folder.exists():
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def save_checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Saves model and tokenizer so that both transformers 4.57 and 5 read the same rotary base and tokenizer.
+
+    transformers 5 writes ``rope_parameters`` only, and 4.57 would silently fall back to ``rope_theta`` = 10000.
+    """
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    elif "rope_theta" in config:
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+        config["rope_parameters"] |= config.get("rope_scaling") or {}
+    write_json(folder / "config.json", config)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if settings.get("tokenizer_class") == "TokenizersBackend":  # a name that 4.57 does not know
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            write_json(path, settings)
+
+
+def _read(file: Path) -> tuple[Any, Any]:
+    # Without dequantize transformers 5 may keep packed blocks; 4.57 has no such class and always unpacks.
+    options = {}
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, **options
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (ValueError, OSError, LookupError, ImportError, NotImplementedError, struct.error) as error:
+        raise ModelLayoutError(
+            f"{file} cannot be read as a GGUF language model: {error}", "Use a Hugging Face checkpoint of the model."
+        ) from error
+    # A de-quantised model still carries its quantizer and refuses to be saved: rebuild it from config and weights.
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    return model.eval(), tokenizer
+
+
+def _head_note(model: Any) -> str | None:
+    """A sentence when an untied output head equals the embedding up to quantisation noise, else None."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight or head.weight.shape != embedding.weight.shape:
+        return None
+    with torch.no_grad():
+        distance = float((head.weight - embedding.weight).norm() / embedding.weight.norm())
+    if distance > SAME_HEAD:
+        return None
+    return (
+        f"the output head equals the embedding up to quantisation noise (relative distance {distance:.3f}): the "
+        "original model ties them; this one keeps both"
+    )

@@ -1,0 +1,159 @@
+"""Loading a causal LM, checked to be made of residual decoder blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ghostexport.errors import ModelLayoutError, RecipeError, RuntimeUnavailableError
+from ghostexport.models.blocks import check_layout, find_blocks
+from ghostexport.models.cutting import drop_blocks
+from ghostexport.models.patching import insert_operators
+from ghostexport.models.sources import resolve_source
+from ghostexport.operators import OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import Dtype, Execution
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A causal LM in evaluation mode and what belongs to it.
+
+    Attributes:
+        model: the Hugging Face model.
+        tokenizer: its tokenizer; None when the source has none.
+        source: folder it came from, or a name.
+        sha256: fingerprint of dtype, parameter names, shapes and a sample of the values, whatever the source's form.
+    """
+
+    model: Any
+    tokenizer: Any
+    source: str
+    sha256: str
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return find_blocks(self.model)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def hidden_size(self) -> int:
+        """``C``."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding matrix: every token id must be smaller."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+
+def load_model(
+    source: str | Path, dtype: Dtype, execution: Execution | None = None, revision: str | None = None
+) -> LoadedModel:
+    """Loads a decoder-only causal LM and its tokenizer.
+
+    Args:
+        source: as for :func:`ghostexport.models.resolve_source`.
+        dtype: of weights and activations.
+        execution: its ``device`` is where the model goes; ``auto`` takes a GPU when there is one.
+        revision: of a Hub repository.
+
+    Raises:
+        RecipeError: the source does not exist.
+        ModelLayoutError: not a decoder-only LM made of residual blocks, or not readable by transformers.
+    """
+    execution = execution or Execution()
+    folder = resolve_source(source, revision, execution)
+    _require_causal(folder)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelLayoutError(
+            f"{folder} cannot be loaded as a causal language model: {error}", "Use a decoder-only causal LM."
+        ) from error
+    model = model.to(_device(execution)).eval()
+    return from_memory(model, load_tokenizer(folder), str(folder))
+
+
+def from_memory(model: Any, tokenizer: Any = None, source: str = "memory") -> LoadedModel:
+    """Wraps a model that is already in memory, after the same layout check.
+
+    Raises:
+        ModelLayoutError: not a decoder-only LM made of residual blocks.
+    """
+    check_layout(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return LoadedModel(model, tokenizer, source, _fingerprint(model))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, or None when it has none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def patch(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet | None = None) -> LoadedModel:
+    """The variant of a dense model: the plan's blocks dropped, the operators (if any) inserted. Shares its weights."""
+    model = drop_blocks(loaded.model, plan)
+    if operators is not None:
+        model = insert_operators(model, operators)
+    return replace(loaded, model=model)
+
+
+def _require_causal(folder: Path) -> None:
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelLayoutError(
+            f"{folder / 'config.json'} is not a model configuration that transformers "
+            f"{transformers.__version__} knows: {error}",
+            "Use a decoder-only causal LM, or a newer transformers.",
+        ) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelLayoutError(
+            f"{folder} is an encoder-decoder model ({config.model_type}).", "Use a decoder-only causal LM."
+        )
+    names = list(getattr(config, "architectures", None) or [])
+    headless = ("MaskedLM", "Classification", "QuestionAnswering", "PreTraining")
+    if names and all(any(part in name for part in headless) for name in names):
+        raise ModelLayoutError(
+            f"{folder} holds {', '.join(names)}, not a causal language model.", "Use a decoder-only causal LM."
+        )
+
+
+def _device(execution: Execution) -> torch.device:
+    if execution.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(execution.device)
+    except RuntimeError as error:
+        raise RecipeError(f"Unknown device {execution.device!r}.", "Use auto, cpu or cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeUnavailableError("No CUDA device is usable by PyTorch here.", "Use --device cpu.")
+    return device
+
+
+def _fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()

