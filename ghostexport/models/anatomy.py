@@ -39,7 +39,7 @@ def find_projections(model: Any, index: int) -> Projections:
     """
     block = find_blocks(model)[index]
     width = int(model.config.get_text_config().hidden_size)
-    linears = {m for m in block.modules() if isinstance(m, nn.Linear | Conv1D)}
+    linears: set[nn.Module] = {m for m in block.modules() if isinstance(m, nn.Linear | Conv1D)}
     calls = _probe(model, block, linears)
     attention = _attention_modules(block)
     wide = [(module, entered, left) for module, entered, left in calls if left.shape[-1] == width]
@@ -88,9 +88,9 @@ def _attention_modules(block: nn.Module) -> set[nn.Module]:
     }
 
 
-def _probe(model: Any, block: nn.Module, modules: set[nn.Module]) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+def _probe(model: Any, block: nn.Module, modules: set[nn.Module]) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor]]:
     """``(module, input, output)`` of each call, in order, of one forward pass; calls without tensors are left out."""
-    calls: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    calls: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         value = args[0] if args else kwargs.get("hidden_states")

@@ -89,9 +89,11 @@ def check_layout(model: Any) -> None:
 
 def probe_tokens(model: Any) -> torch.Tensor:
     """Token ids ``(2, 4)``; the rows differ in the last token only."""
-    rows = torch.arange(1, 5).repeat(2, 1) % model.get_input_embeddings().weight.shape[0]
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    rows = torch.arange(1, 5).repeat(2, 1) % vocabulary
     rows[1, -1] = 0
-    return rows.to(next(model.parameters()).device)
+    device: torch.device = next(model.parameters()).device
+    return rows.to(device)
 
 
 def _require_residual(model: Any, seen: list[tuple[torch.Tensor, torch.Tensor]], count: int, width: int) -> None:

@@ -41,7 +41,7 @@ def convert_gguf(file: Path, execution: Execution) -> Path:
     require_space(cache, _BYTES_PER_GGUF_BYTE * file.stat().st_size, f"the de-quantised {file.name}")
     execution.say(f"converting {file.name} to a plain model in {folder} (once)")
     model, tokenizer = _read(file)
-    note = _head_note(model)
+    note = head_note(model)
     if note:
         execution.say(note)
     temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache))
@@ -104,7 +104,7 @@ def _read(file: Path) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _head_note(model: Any) -> str | None:
+def head_note(model: Any) -> str | None:
     """A sentence when an untied output head equals the embedding up to quantisation noise, else None."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is embedding.weight or head.weight.shape != embedding.weight.shape:

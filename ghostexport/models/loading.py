@@ -84,7 +84,7 @@ def load_model(
         raise ModelLayoutError(
             f"{folder} cannot be loaded as a causal language model: {error}", "Use a decoder-only causal LM."
         ) from error
-    model = model.to(_device(execution)).eval()
+    model = nn.Module.to(model, _device(execution)).eval()
     return from_memory(model, load_tokenizer(folder), str(folder))
 
 

@@ -16,7 +16,7 @@ from ghostexport.operators import Operator, OperatorSet, WeightFold
 
 
 class BoundaryModule(nn.Module):
-    """``y = x + x @ M (+ b)`` in the dtype of ``x`` ``(B, T, C)``; M as stored by the operator: dense, factors or diagonal."""
+    """``y = x + x @ M (+ b)`` for ``x`` ``(B, T, C)`` in its own dtype; M dense, as factors or as a diagonal."""
 
     def __init__(self, operator: Operator, like: torch.Tensor) -> None:
         super().__init__()

