@@ -25,8 +25,8 @@ def read_residuals(
     """Runs the model and hands residual values ``x_l`` ``(B, T, C)`` to ``visit`` as they appear, in depth order.
 
     ``x_l`` is the input of block ``l``; ``x_L`` (L blocks) is the output of the last block, before the final norm
-    (``output_hidden_states`` of Hugging Face shows it after that norm). The pass ends at the largest point: later blocks and
-    the output head never run.
+    (``output_hidden_states`` of Hugging Face shows it after that norm). The pass ends at the largest point: later
+    blocks and the output head never run.
 
     Args:
         model: a causal LM.

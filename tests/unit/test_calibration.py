@@ -1,0 +1,188 @@
+"""Windows, splits, sources and their errors, with a real tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ghostexport import calibration, texts
+from ghostexport.calibration import CalibrationSet
+from ghostexport.errors import CalibrationError, RunFolderError, RuntimeUnavailableError
+from ghostexport.recipe import CalibrationSection, Execution
+
+WORDS = [f"w{i}" for i in range(500)]
+
+
+@pytest.fixture
+def tokenizer():
+    """One id per word, so that a document is recognisable in the windows."""
+    inner = Tokenizer(models.WordLevel({"<s>": 0, "<unk>": 1} | {w: i + 2 for i, w in enumerate(WORDS)}, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """100 documents; document d holds word d forty times."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": " ".join([f"w{d}"] * 40)}) + "\n" for d in range(100)))
+    return path
+
+
+def section(source, **fields):
+    return CalibrationSection(
+        **({"source": str(source), "sequences": 8, "length": 64, "held_out_sequences": 4} | fields)
+    )
+
+
+def test_windows_start_with_bos_and_splits_share_no_document(tokenizer, corpus):
+    drawn, held_out = calibration.draw(section(corpus), tokenizer)
+    assert drawn.tokens.shape == (8, 64) and held_out.tokens.shape == (4, 64)
+    assert (drawn.tokens[:, 0] == 0).all() and (held_out.tokens[:, 0] == 0).all()
+    assert (drawn.tokens[:, 1:] >= 2).all()
+    assert not set(drawn.tokens[:, 1:].flat) & set(held_out.tokens[:, 1:].flat)
+    assert drawn.num_tokens == 512 and drawn.attention_mask.all()
+
+
+def test_without_bos_every_token_is_text(tokenizer, corpus):
+    tokenizer.bos_token = None
+    drawn, _ = calibration.draw(section(corpus), tokenizer)
+    assert (drawn.tokens >= 2).all()
+
+
+def test_fingerprint_follows_tokens_mask_and_spec(tokenizer, corpus):
+    first, _ = calibration.draw(section(corpus), tokenizer)
+    assert calibration.draw(section(corpus), tokenizer)[0].sha256 == first.sha256
+    assert calibration.draw(section(corpus, seed=1), tokenizer)[0].sha256 != first.sha256
+    masked = CalibrationSet.from_tokens(first.tokens, np.triu(np.ones_like(first.tokens)), **first.spec)
+    assert masked.sha256 != first.sha256
+    assert CalibrationSet.from_tokens(first.tokens, None, other=1).sha256 != first.sha256
+
+
+def test_too_little_text_says_how_much(tokenizer, corpus):
+    with pytest.raises(CalibrationError, match=r"12600 and 252 are needed for 200 \+ 4 windows of 64") as error:
+        calibration.draw(section(corpus, sequences=200), tokenizer)
+    assert "yields" in str(error.value)
+
+
+def test_token_budget_per_channel():
+    tokens = CalibrationSet.from_tokens(np.zeros((4, 100)))
+    said = []
+    tokens.require_tokens_for(50, Execution(say=said.append))
+    assert not said
+    tokens.require_tokens_for(200, Execution(say=said.append))
+    assert "1600 or more" in said[0] and "--sequences 16" in said[0]
+    with pytest.raises(CalibrationError, match=r"400 calibration tokens are too few.*at least 402(?s:.*)--sequences 5"):
+        tokens.require_tokens_for(201)
+    half = CalibrationSet.from_tokens(np.zeros((4, 100)), np.arange(100) < np.full((4, 1), 50))
+    assert half.num_tokens == 200
+
+
+def test_vocabulary_and_positions_are_checked():
+    tokens = CalibrationSet.from_tokens([[0, 7, 3]])
+    tokens.require_fits(8, 3)
+    with pytest.raises(CalibrationError, match="Token id 7"):
+        tokens.require_fits(7)
+    with pytest.raises(CalibrationError, match="2 positions"):
+        tokens.require_fits(8, 2)
+
+
+def test_batches_cover_every_sequence_once():
+    tokens = CalibrationSet.from_tokens(np.arange(70).reshape(7, 10), np.arange(10) < np.arange(4, 11)[:, None])
+    batches = list(tokens.batches(tokens=25))
+    assert [list(b.sequences) for b in batches] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert np.array_equal(np.concatenate([b.input_ids.numpy() for b in batches]), tokens.tokens)
+    assert batches[0].attention_mask is not None and batches[3].attention_mask is None
+
+
+def test_file_round_trip_and_edits(tokenizer, corpus, tmp_path):
+    path = calibration.save(tmp_path / "c.safetensors", *calibration.draw(section(corpus), tokenizer))
+    drawn, held_out = calibration.load(path)
+    assert drawn.sha256 == calibration.draw(section(corpus), tokenizer)[0].sha256
+    assert held_out.spec["split"] == "held-out"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(RunFolderError, match="edited"):
+        calibration.load(path)
+    path.write_bytes(bytes(data[:-100]))
+    with pytest.raises(RunFolderError, match="not a readable"):
+        calibration.load(path)
+    with pytest.raises(RunFolderError, match="does not exist"):
+        calibration.load(tmp_path / "none")
+
+
+def test_text_files_are_cut_at_blank_lines(tmp_path):
+    paragraphs = [f"paragraph {i} " + "x" * 1500 for i in range(20)]
+    path = tmp_path / "t.txt"
+    path.write_text("\n\n".join(paragraphs))
+    found = list(texts.documents(str(path), 0))
+    assert sorted("\n\n".join(found).split("\n\n")) == sorted(paragraphs)
+    assert all(len(text) >= texts.PASSAGE for text in found[:-1]) and len(found) == 7
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["one", "two", None]}), tmp_path / "t.parquet")
+    assert sorted(texts.documents(str(tmp_path / "t.parquet"), 0)) == ["one", "two"]
+    parquet.write_table(pyarrow.table({"words": ["one"]}), tmp_path / "t.parquet")
+    with pytest.raises(CalibrationError, match="'text' column"):
+        texts.documents(str(tmp_path / "t.parquet"), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "holds no text"),
+        ("a.txt", b"\xff\xfe\x00\x01", "not readable UTF-8"),
+        ("a.txt", b"abc\0def", "binary"),
+        ("a.jsonl", b'{"txt": "x"}', r"line 1: .*'text'"),
+        ("a.jsonl", b"{", "line 1"),
+        ("a.jsonl", b'{"text": 3}', "not a string"),
+        ("a.parquet", b"PAR1", "parquet"),
+        ("a.doc", b"x", "is not .txt"),
+    ],
+)
+def test_unusable_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CalibrationError, match=message):
+        texts.documents(str(tmp_path / name), 0)
+
+
+def test_unknown_sources_and_missing_packages(monkeypatch, tokenizer):
+    with pytest.raises(CalibrationError, match="neither a known corpus"):
+        texts.documents("wikitext", 0)
+    with pytest.raises(CalibrationError, match="demo:wiki"):
+        texts.documents("demo:novels", 0)
+    with pytest.raises(CalibrationError, match="no tokenizer"):
+        calibration.draw(CalibrationSection(source="demo"), None)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(RuntimeUnavailableError, match=r"pip install 'ghostexport\[data\]'"):
+        next(texts.documents("wikitext2", 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeUnavailableError, match=r"pip install --no-deps exllamav3==1\.6\.5"):
+        texts.documents("demo", 0)
+
+
+def test_wikitext_is_split_at_top_level_headings():
+    class Datasets:
+        @staticmethod
+        def load_dataset(*args, **options):
+            return {"text": ["", " = A = \n", " = = Part = = \n", " text a \n", " = B = \n", " text b \n"]}
+
+    found = [text for text in texts.CORPORA["wikitext2"](Datasets, 0) if text.strip()]
+    assert sorted(text.strip().splitlines()[0].strip() for text in found) == ["= A =", "= B ="]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("exllamav3") is None, reason="the demo texts are not installed")
+def test_demo_texts_are_documents():
+    for domain, least in {"wiki": 600, "c4": 500, "code": 100, "technical": 50, "tiny": 300}.items():
+        found = list(texts.documents(f"demo:{domain}", 0))
+        assert len(found) >= least and not any("<doc" in text[:5] or "<|endoftext|>" in text for text in found)
+    assert len(list(texts.documents("demo", 0))) > 1500
