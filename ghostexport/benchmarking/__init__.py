@@ -4,7 +4,7 @@ Reading order: :mod:`workloads` (what is run), :mod:`measuring` (how), :mod:`sta
 :mod:`result` (the JSON), :mod:`report` (the page). :func:`bench` puts them together.
 """
 
-from ghostexport.benchmarking.bench import bench
+from ghostexport.benchmarking.benchmark import bench
 from ghostexport.benchmarking.ideal import Ceilings, VariantFacts
 from ghostexport.benchmarking.result import SCHEMA, BenchReport
 

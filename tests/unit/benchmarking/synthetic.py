@@ -62,7 +62,9 @@ class SyntheticSession:
     def timed_forward(self, input_ids, cache):
         assert input_ids.dtype == np.int64 and input_ids.shape[0] == cache.batch
         assert 0 <= input_ids.min() and input_ids.max() < VOCABULARY
-        seconds = self._seconds(input_ids.shape[1], cache.length) * (1 + self._noise * self._generator.standard_normal())
+        seconds = self._seconds(input_ids.shape[1], cache.length) * (
+            1 + self._noise * self._generator.standard_normal()
+        )
         seconds *= self._drift(self._calls)
         self._calls += 1
         self._clock.now += round(seconds * 1e9)
@@ -99,3 +101,58 @@ def facts(blocks: int = 10) -> VariantFacts:
         flops_per_token=200 * blocks,
         attention_flops=4 * blocks,
     )
+
+
+def write_run(folder: Path, removed: int = 7, seed: int = 0) -> Path:
+    """A run folder of a 30-block model, measured with synthetic sessions whose costs resemble SmolLM2's on two cores."""
+    from ghostexport.benchmarking import bench
+    from ghostexport.operators import Operator, OperatorSet
+    from ghostexport.plan import PrunePlan
+    from ghostexport.recipe import Execution, parse_recipe
+    from ghostexport.runfolder import RunFolder, write_bytes, write_json
+
+    run, generator = RunFolder(folder), np.random.default_rng(seed)
+    recipe = parse_recipe({"model": {"source": "smollm2"}, "select": {"prune": removed}})
+    write_bytes(run.recipe_path, recipe.to_yaml().encode())
+    scores = (
+        0.98 - 0.5 * np.exp(-np.arange(31 - removed) / 3) + 0.01 * generator.standard_normal(31 - removed)
+    ).tolist()
+    plan = PrunePlan.from_spans(30, [(19 - removed, 19)], "streamline", {"cosine": scores})
+    write_json(run.plan_path, plan.to_json())
+    C = 96
+    random = generator.standard_normal((C, C))
+    ghost = 0.1 * random @ np.diag(np.exp(-np.arange(C) / 20)) @ generator.standard_normal((C, C)) / 8
+    for name, delta in (("ghost", ghost), ("linearpatch-rotate", (ghost + ghost.T) / 2)):
+        fit = {"nmse_train": 0.21, "nmse_held_out": 0.24, "condition": 3.1e7, "antisymmetric_share": 0.4}
+        operator = Operator(plan.boundaries[0], name, delta=delta.astype(np.float32), fit=fit)
+        write_bytes(run.operators_path(name), OperatorSet(name, (operator,), plan).to_bytes())
+    kept = 30 - removed
+    costs = {"dense": 30.0, "pruned": kept, "ghost": kept + 0.1, "linearpatch-rotate": kept + 0.1}
+    clock = FakeClock()
+    loaders = {
+        v: lambda v=v, number=number: SyntheticSession(
+            clock, lambda t, past: costs[v] * (1.4e-3 + 1e-6 * past + 1.0e-4 * (t - 1)), 0.02, number
+        )
+        for number, v in enumerate(costs)
+    }
+    known = {
+        v: VariantFacts(
+            round(c), round(c * 3.54e6 + 28.3e6), round(c * 14.2e6 + 113e6), round(c) * 1536, round(c * 7.1e6)
+        )
+        for v, c in costs.items()
+    }
+    engines = {
+        v: engine(v, plan_bytes=known[v].weight_bytes + 900_000, weight_bytes=known[v].weight_bytes) for v in costs
+    }
+    ceilings = Ceilings(11e9, 1.3e11, "float32", "assumed")
+    report = bench(loaders, engines, known, recipe.bench, Execution(), parity=dict.fromkeys(costs, True),
+                   ceilings=ceilings, clock=clock, recipe_sha256=recipe.sha256)  # fmt: skip
+    write_json(folder / "bench" / "onnxruntime.json", report.to_json())
+    for v in costs:
+        sidecar = {"weight_bytes": engines[v].weight_bytes, "plan_bytes": engines[v].plan_bytes}
+        write_json(folder / "engines" / "onnxruntime" / f"{v}.json", sidecar)
+    quality = {"dense": (17.2, 0.0, 1.0), "pruned": (96.0, 1.9, 0.41), "ghost": (31.5, 0.62, 0.63)}
+    quality["linearpatch-rotate"] = (52.0, 1.2, 0.52)
+    figures = {v: {"perplexity": p * (1 + 0.1 * (removed - 7)), "kl": k, "top1": t} for v, (p, k, t) in quality.items()}
+    write_json(folder / "eval.json", {"runtime": "onnxruntime", "tokens": 4096, "variants": figures})
+    return folder

@@ -73,7 +73,9 @@ def test_session_that_slows_down_half_way_is_flagged():
     slow = {"ghost": lambda call: 1.0 if call < 8 * 7 else 1.4}
     sessions, clock = loaders({"dense": 0.01, "ghost": 0.01}, noise=0.01, drift=slow)
     report = run(sessions, clock=clock)
-    flagged = {(m["variant"], m["workload"]) for m in report.to_json()["measurements"] if "slowed down" in str(m["flags"])}
+    flagged = {
+        (m["variant"], m["workload"]) for m in report.to_json()["measurements"] if "slowed down" in str(m["flags"])
+    }
     assert flagged == {("ghost", w.name) for w in report.workloads}
 
 
@@ -138,7 +140,10 @@ def test_no_verdict_across_dtypes():
     sessions, clock = loaders({"dense": 0.01, "ghost": 0.008})
     mixed = {"dense": facts(), "ghost": dataclasses.replace(facts(8), dtype="float16")}
     report = run(sessions, clock=clock, all_facts=mixed)
-    assert "dtype differs: float16 (ghost), float32 (dense)" in comparison(report, "decode-b1-p4", "ghost", "dense")["withheld"]
+    assert (
+        "dtype differs: float16 (ghost), float32 (dense)"
+        in comparison(report, "decode-b1-p4", "ghost", "dense")["withheld"]
+    )
 
 
 def test_host_bound_gpu_session_is_flagged():

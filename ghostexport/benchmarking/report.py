@@ -1,0 +1,325 @@
+"""`report.html`: one self-contained page made from nothing but the files of a run folder.
+
+A section whose files are missing is left out, with a line that names the command which makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ghostexport.benchmarking import plots
+from ghostexport.benchmarking.runfiles import RunFiles, read_run
+from ghostexport.benchmarking.sweep import Sweep, sweep_plots
+from ghostexport.benchmarking.table import Row, headline, quality_rows, sentences, size_rows, speed_rows
+from ghostexport.errors import RuntimeUnavailableError
+from ghostexport.runfolder import write_bytes
+
+#: Heat maps drawn; more boundaries are listed in the table only.
+MAX_HEAT_MAPS = 6
+
+
+@dataclass
+class Section:
+    """One part of the page.
+
+    Attributes:
+        id, title: of the heading.
+        intro: one or two sentences.
+        tables: ``(caption, column names, rows)``.
+        plots: SVG texts.
+        sentences: results in words.
+        pre: preformatted text.
+        cuts: drawings of the graph around each boundary.
+        missing: why the section is empty and which command fills it.
+    """
+
+    id: str
+    title: str
+    intro: str = ""
+    tables: list[tuple[str, list[str], list[Row]]] = field(default_factory=list)
+    plots: list[str] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
+    pre: str = ""
+    cuts: list[dict[str, Any]] = field(default_factory=list)
+    missing: str = ""
+
+
+def write_report(run_folder: Path) -> Path:
+    """Writes ``report.html`` into the run folder.
+
+    Raises:
+        RunFolderError: a file of the run is unreadable.
+        RuntimeUnavailableError: jinja2 or matplotlib is not installed.
+    """
+    target = run_folder / "report.html"
+    write_bytes(target, render(run_folder).encode())
+    return target
+
+
+def render(run_folder: Path) -> str:
+    """The report of a run as HTML.
+
+    Raises:
+        RunFolderError: a file of the run is unreadable.
+        RuntimeUnavailableError: jinja2 or matplotlib is not installed.
+    """
+    run = read_run(run_folder)
+    sections = [_summary(run), _pareto(run)]
+    sections += [
+        s for name, bench in run.benches.items() for s in (_speed(run, name, bench), _latency(run, name, bench))
+    ]
+    sections += [_sizes(run), _selection(run), _operators(run), _graph(run), _conditions(run), _reproduce(run)]
+    facts = {"Model": run.model, "Removed": run.cut, "Runtimes": ", ".join(run.benches) or "not measured yet"}
+    for name, bench in run.benches.items():
+        card = bench["card"]
+        device = card.get("gpu", {}).get("name") or card["cpu"]
+        facts |= {"Device": f"{device}, {card['threads']} CPU threads", f"Measured ({name})": bench["created"]}
+    return fill("ghostexport report", run.model, facts, sections)
+
+
+def render_sweep(sweep: Sweep) -> str:
+    """The report of several depths of one model as HTML."""
+    rows: list[Row] = [(f"n = {n}", cells) for n, cells in sweep.table()]
+    section = Section(
+        "sweep",
+        "Depth, quality and speed",
+        "Every point is an engine measured on its own run; speed-ups are over the dense engine of the same run.",
+        tables=[("Perplexity / speed-up over dense", sweep.variants, rows)],
+        plots=sweep_plots(sweep),
+    )
+    return fill("ghostexport sweep", sweep.model, {"Model": sweep.model, "Runtime": sweep.runtime}, [section])
+
+
+def fill(title: str, heading: str, facts: Mapping[str, str], sections: Iterable[Section]) -> str:
+    """Puts sections into the page template."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise RuntimeUnavailableError(
+            "The report needs jinja2, which is not installed.", "pip install 'ghostexport[report]'"
+        ) from error
+    source = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.from_string(source)
+    return page.render(title=title, heading=heading, facts=facts, sections=list(sections))
+
+
+def _summary(run: RunFiles) -> Section:
+    section = Section("summary", "Summary")
+    variants = run.variants
+    rows: list[Row] = []
+    for name, bench in run.benches.items():
+        section.sentences += [f"{name}: {s}" if len(run.benches) > 1 else s for s in sentences(bench)]
+        section.sentences += [f"Caution, {name}: {flag}." for flag in bench["flags"]]
+        rows += [r for r in size_rows(bench, variants) if r[0] in ("decoder blocks", "weights, MB")] if not rows else []
+    rows += quality_rows(run.quality, variants)
+    for name, bench in run.benches.items():
+        suffix = f" ({name})" if len(run.benches) > 1 else ""
+        top = [w for w, _ in filter(None, [headline(bench)])]
+        chosen = {"measurements": [], "comparisons": bench["comparisons"]} | {
+            "measurements": [m for m in bench["measurements"] if m["workload"] in top or m["metric"] == "latency"]
+        }
+        rows += [(label + suffix, cells) for label, cells in speed_rows(chosen, variants)]
+    if rows:
+        section.tables.append(("", variants, rows))
+    if not run.benches:
+        section.missing = f"No speed figures yet. Measure them with: ghostexport bench {run.path}"
+    return section
+
+
+def _pareto(run: RunFiles) -> Section:
+    section = Section(
+        "pareto", "Quality and speed", "Right and down is better. Bars are 95 % intervals of the speed-up."
+    )
+    perplexity = {v: q["perplexity"] for v, q in run.quality.get("variants", {}).items() if q.get("perplexity")}
+    for name, bench in run.benches.items():
+        top = headline(bench)
+        points = {"dense": (1.0, 1.0, 1.0, perplexity["dense"])} if "dense" in perplexity else {}
+        for c in bench["comparisons"]:
+            if c["against"] == "dense" and (c["workload"], c["metric"]) == top and c["variant"] in perplexity:
+                s = c["speedup"]
+                points[c["variant"]] = (s["value"], s["low"], s["high"], perplexity[c["variant"]])
+        if top and len(points) > 1:
+            section.plots.append(plots.pareto(points, "held-out perplexity", f"speed-up over dense, {top[0]} ({name})"))
+    if not section.plots:
+        section.missing = f"Needs quality and speed of the engines: ghostexport bench {run.path}"
+    return section
+
+
+def _speed(run: RunFiles, name: str, bench: Mapping[str, Any]) -> Section:
+    rows = speed_rows(bench, run.variants)
+    intro = (
+        "Medians of raw samples. Speed-up: geometric mean of per-round ratios, ± half of the 95 % bootstrap interval. "
+        "Ideal: ratio of weight and KV bytes (decode, ITL), of FLOPs (prefill, TTFT), of roofline times (latency)."
+    )
+    section = Section(f"speed-{name}", f"Speed on {name}", intro, tables=[("", run.variants, rows)])
+    section.sentences += [f"Not run: {w}: {reason}." for w, reason in bench["skipped"].items()]
+    found: list[Row] = []
+    for what, label in (("mbu", "MBU"), ("mfu", "MFU"), ("joules_per_token", "J per token")):
+        known = {(m["workload"], m["variant"]): m[what] for m in bench["measurements"] if m.get(what) is not None}
+        form = "{:.3g}" if what == "joules_per_token" else "{:.0%}"
+        for workload in dict.fromkeys(w for w, _ in known):
+            cells = [form.format(known[workload, v]) if (workload, v) in known else "" for v in run.variants]
+            found.append((f"{label}, {workload}", cells))
+    if found:
+        section.tables.append(
+            ("Utilisation of the measured ceilings, and energy where the board tells it", run.variants, found)
+        )
+    return section
+
+
+def _latency(run: RunFiles, name: str, bench: Mapping[str, Any]) -> Section:
+    section = Section(
+        f"latency-{name}",
+        f"Latency distributions on {name}",
+        "Every dot is one raw sample; the line spans the quartiles, the tick is the median.",
+    )
+    rows: list[Row] = []
+    for workload, metric in dict.fromkeys((m["workload"], m["metric"]) for m in bench["measurements"]):
+        found = [m for m in bench["measurements"] if (m["workload"], m["metric"]) == (workload, metric)]
+        samples = {m["variant"]: [s * 1e3 for r in m["rounds"] for s in r] for m in found}
+        title = workload if metric == "seconds" else f"{workload} {metric}"
+        section.plots.append(plots.distributions(title, samples))
+        for m in found:
+            s = m["summary"]
+            cells = [f"{s[key] * 1e3:.2f}" for key in ("median", "p90", "p95", "p99")] + [f"{s['cv']:.1%}", str(s["n"])]
+            rows.append((f"{title} {m['variant']}", cells))
+            section.sentences += [f"Caution, {title}, {m['variant']}: {flag}." for flag in m["flags"]]
+    columns = ["median", "p90", "p95", "p99", "CV", "n"]
+    section.tables.append(("Milliseconds; percentiles by trtexec's rule", columns, rows))
+    return section
+
+
+def _sizes(run: RunFiles) -> Section:
+    section = Section("sizes", "Size, memory, build")
+    for name, bench in run.benches.items():
+        section.tables.append((name, run.variants, size_rows(bench, run.variants)))
+    for name, sidecars in run.sidecars.items():
+        groups = {
+            "weights": {v: sidecars[v]["weight_bytes"] / 1e6 for v in run.variants if v in sidecars},
+            "engine": {v: sidecars[v]["plan_bytes"] / 1e6 for v in run.variants if v in sidecars},
+        }
+        if groups["weights"]:
+            section.plots.append(plots.bars(f"{name} engines", groups, "MB"))
+    if not section.plots:
+        section.missing = f"No engines yet. Build them with: ghostexport build engine {run.path}"
+    return section
+
+
+def _selection(run: RunFiles) -> Section:
+    section = Section("selection", "Which blocks were removed")
+    if run.plan is None:
+        section.missing = f"No plan yet. Make it with: ghostexport select {run.path}"
+        return section
+    criterion = run.plan.get("criterion", "manual")
+    section.intro = f"Criterion {criterion} removed {run.cut}."
+    series = score_series(run.plan)
+    if series:
+        section.plots.append(plots.scores(series, run.plan["removed"], criterion))
+    else:
+        section.sentences.append("The plan holds no scores: the spans were given by hand.")
+    return section
+
+
+def score_series(plan: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Every list of numbers among the plan's scores that has about one entry per block."""
+    found = {}
+    for name, values in plan.get("scores", {}).items():
+        numeric = isinstance(values, list) and all(isinstance(v, int | float) for v in values)
+        if numeric and 2 <= len(values) <= plan["num_blocks"] + 1:
+            found[name] = [float(v) for v in values]
+    return found
+
+
+def _operators(run: RunFiles) -> Section:
+    section = Section("operators", "The operators", "y = x + x M. Colours: entries of M, pooled by largest magnitude.")
+    rows: list[Row] = []
+    spectra: dict[str, Any] = {}
+    maps: list[str] = []
+    for variant, operators in run.operators.items():
+        for b, operator in enumerate(operators.operators):
+            name = variant if len(operators.operators) == 1 else f"{variant} {b}"
+            fit = {k: v for k, v in operator.fit.items() if isinstance(v, int | float)}
+            rows += [(f"{name}: {key.replace('_', ' ')}", [f"{value:.4g}"]) for key, value in fit.items()]
+            matrix = operator.matrix
+            if matrix is not None and len(maps) < MAX_HEAT_MAPS:
+                maps.append(plots.heat_map(f"M of {name}", np.asarray(matrix, np.float32)))
+                spectra[name] = np.linalg.svd(np.asarray(matrix, np.float32), compute_uv=False)
+    if not run.operators:
+        section.missing = f"No operators yet. Fit them with: ghostexport recover {run.path}"
+    if spectra:
+        section.plots = [*maps, plots.singular_values(spectra)]
+    if rows:
+        section.tables.append(("Figures of the fit", ["value"], rows))
+    return section
+
+
+def _graph(run: RunFiles) -> Section:
+    section = Section("graph", "The graph around the cut", "Left: dense. Right: with the operator spliced in.")
+    if run.plan is None:
+        section.missing = f"No plan yet. Make it with: ghostexport select {run.path}"
+        return section
+    blocks = run.plan["num_blocks"]
+    for b, (start, stop) in enumerate(run.plan["removed"]):
+        section.cuts.append(
+            {
+                "before": f"block {start - 1}" if start else "embedding",
+                "first": start,
+                "last": stop - 1,
+                "removed": stop - start,
+                "after": f"block {stop}" if stop < blocks else "final norm",
+                "after_new": _renumbered(run.plan, stop),
+                "operator": f"ghost.{b}",
+            }
+        )
+    rows: list[Row] = []
+    for variant, report in run.surgery.items():
+        plain = {k: v for k, v in report.items() if isinstance(v, int | float | str)}
+        rows += [(f"{variant}: {key.replace('_', ' ')}", [str(value)]) for key, value in plain.items()]
+    if rows:
+        section.tables.append(("What surgery reports", ["value"], rows))
+    return section
+
+
+def _renumbered(plan: Mapping[str, Any], stop: int) -> str:
+    if stop == plan["num_blocks"]:
+        return "final norm"
+    before = sum(b - a for a, b in plan["removed"] if b <= stop)
+    return f"block {stop - before} (was {stop})"
+
+
+def _conditions(run: RunFiles) -> Section:
+    section = Section("conditions", "The machine")
+    for name, bench in run.benches.items():
+        card, ceilings = bench["card"], bench["ceilings"]
+        flat = {k: v for k, v in card.items() if not isinstance(v, dict)} | card.get("gpu", {}) | card["versions"]
+        rows: list[Row] = [(str(key).replace("_", " "), [str(value)]) for key, value in flat.items()]
+        if ceilings:
+            rows.append(("read bandwidth", [f"{ceilings['bytes_per_second'] / 1e9:.1f} GB/s"]))
+            rows.append(("matrix product", [f"{ceilings['flops_per_second'] / 1e9:.0f} GFLOP/s {ceilings['dtype']}"]))
+            rows.append(("how the ceilings were measured", [ceilings["method"]]))
+        rows.append(("CPU time of other processes", [f"{bench['conditions']['other_load']:.1%}"]))
+        rows.append(("energy", [bench["energy_source"] or "not readable here"]))
+        section.tables.append((name, ["value"], rows))
+    if not run.benches:
+        section.missing = f"Not measured yet. Run: ghostexport bench {run.path}"
+    return section
+
+
+def _reproduce(run: RunFiles) -> Section:
+    section = Section("reproduce", "How to reproduce")
+    if run.recipe_text is None:
+        section.missing = "No recipe in this folder. Make a run with: ghostexport build engine MODEL -o RUN"
+        return section
+    section.intro = "Save the recipe below as recipe.yaml, then run the two commands."
+    model = run.model
+    commands = f"ghostexport build engine {model} --recipe recipe.yaml -o RUN\nghostexport bench RUN\n"
+    section.pre = f"{commands}\n# recipe.yaml\n{run.recipe_text}"
+    return section
