@@ -1,0 +1,193 @@
+"""Replaces the output projection of attention or MLP in a surviving block, located by structure.
+
+From the residual sum, walk back along its non-stream operand to the first product with a weight::
+
+    sum <- [post-norm] <- [Add bias] <- MatMul | Gemm <- weight
+
+With two sums per block the first belongs to attention, the second to the MLP. A parallel block has one sum and two
+such products: the one that depends on the attention is its output projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ghostexport.errors import SurgeryError
+from ghostexport.operators import FloatArray, WeightFold
+from ghostexport.surgery.attention import is_attention, is_constant
+from ghostexport.surgery.boundaries import DecoderLayout
+from ghostexport.surgery.splice import weight
+
+_PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
+_QUANTISED = frozenset({"MatMulNBits", "DequantizeLinear", "MatMulInteger", "QLinearMatMul", "GatherBlockQuantized"})
+
+
+@dataclass(frozen=True)
+class FoldTarget:
+    """A linear layer of the graph.
+
+    Attributes:
+        product: MatMul or Gemm node.
+        weight: the initializer.
+        transposed: the initializer is ``[out, in]``.
+        bias_node: Add node of the bias (the product itself for Gemm); None without a bias.
+    """
+
+    product: ir.Node
+    weight: ir.Value
+    transposed: bool
+    bias_node: ir.Node | None
+
+
+def fold(layout: DecoderLayout, item: WeightFold) -> tuple[str, list[ir.Value]]:
+    """Puts a new weight (and bias) into block ``item.block``; returns the old name and the new initializers.
+
+    The new initializer is named ``ghost.fold.{block}.{role}.weight``; other users of the old one keep it.
+
+    Raises:
+        SurgeryError: the layer is quantised, not found, of another shape, or has no bias to replace.
+    """
+    target = locate(layout, item.block, item.role)
+    array: FloatArray = item.weight.T if target.transposed else item.weight
+    expected = tuple(target.weight.shape or ())
+    if tuple(array.shape) != expected:
+        raise SurgeryError(
+            f"The folded weight for {item.role} of block {item.block} is {tuple(array.shape)}; "
+            f"{target.weight.name!r} is {expected}.",
+            "Fit the operator on the model that this graph was exported from.",
+        )
+    dtype = target.weight.dtype
+    assert dtype is not None
+    prefix = f"ghost.fold.{item.block}.{item.role}"
+    new = [weight(f"{prefix}.weight", np.ascontiguousarray(array), dtype)]
+    reader = next(iter(_between(target)), target.product)
+    _replace(reader, target.weight, new[0])
+    if item.bias is not None:
+        new += _fold_bias(layout, target, item.bias, prefix, dtype)
+    return target.weight.name or "?", new
+
+
+def _fold_bias(
+    layout: DecoderLayout, target: FoldTarget, bias: FloatArray, prefix: str, dtype: ir.DataType
+) -> list[ir.Value]:
+    new = weight(f"{prefix}.bias", bias, dtype)
+    if target.bias_node is not None:
+        index = 2
+        if target.bias_node is not target.product:
+            index = next(i for i, v in enumerate(target.bias_node.inputs) if v is not None and is_constant(v))
+        target.bias_node.replace_input_with(index, new)
+        return [new]
+    out = target.product.outputs[0]
+    uses = list(out.uses())
+    node = ir.Node("", "Add", [out, new], name=f"{prefix}.add_bias")
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = node.name, out.type, out.shape
+    layout.body.graph.insert_after(target.product, node)
+    for use in uses:
+        use.node.replace_input_with(use.idx, node.outputs[0])
+    return [new]
+
+
+def locate(layout: DecoderLayout, block: int, role: str) -> FoldTarget:
+    """Finds the output projection of a block's ``attention_output`` or ``mlp_output``.
+
+    Raises:
+        SurgeryError: not found, ambiguous or quantised.
+    """
+    where = f"{role} of block {block}"
+    sums = layout.sums[block]
+    if len(sums) == 2:
+        found = _first_products(layout, sums[0 if role == "attention_output" else 1], block)
+    elif len(sums) == 1:
+        products = _first_products(layout, sums[0], block)
+        found = [p for p in products if _after_attention(layout, p, block) == (role == "attention_output")]
+    else:
+        found = []
+    if len(found) != 1:
+        raise SurgeryError(
+            f"The {where} could not be located: {len(found)} products with a weight feed its residual sum.",
+            "Folded operators need one linear layer before each residual sum.",
+        )
+    product = found[0]
+    source = product.inputs[1]
+    if product.op_type in _QUANTISED or source is None:
+        raise SurgeryError(f"The {where} is quantised ({product.op_type}).", "Fold before quantising.")
+    transposed = product.op_type == "Gemm" and bool(_int(product, "transB"))
+    while not source.is_initializer():
+        node = source.producer()
+        assert node is not None
+        if node.op_type in _QUANTISED:
+            raise SurgeryError(f"The {where} is quantised ({node.op_type}).", "Fold before quantising.")
+        if node.op_type == "Transpose":
+            transposed = not transposed
+        elif node.op_type not in ("Identity", "Cast"):
+            raise SurgeryError(f"The weight of {where} is computed by {node.op_type}.", "It cannot be replaced.")
+        source = node.inputs[0]
+        assert source is not None
+    return FoldTarget(product, source, transposed, _bias_node(product))
+
+
+def _first_products(layout: DecoderLayout, total: ir.Node, block: int) -> list[ir.Node]:
+    """Products with a weight met first when walking back from a residual sum, not past the stream itself."""
+    stops = {layout.points[block].node, *layout.sums[block]} - {total}
+    found: dict[ir.Node, None] = {}
+    stack = [v.producer() for v in total.inputs[:2] if v is not None and v is not layout.points[block].value]
+    seen: set[ir.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in stops or node in seen:
+            continue
+        seen.add(node)
+        if layout.flow.index(node) not in layout.stream:
+            continue
+        weighted = node.op_type in _PRODUCTS and node.inputs[1] is not None and is_constant(node.inputs[1])
+        if weighted or node.op_type in _QUANTISED:
+            found[node] = None
+        else:
+            stack.extend(v.producer() for v in node.inputs if v is not None)
+    return list(found)
+
+
+def _after_attention(layout: DecoderLayout, node: ir.Node, block: int) -> bool:
+    vertex = layout.flow.index(node)
+    assert vertex is not None
+    for v in layout.flow.ancestors([vertex]):
+        item = layout.flow.vertices[v]
+        if isinstance(item, ir.Node) and layout.block_of(v) == block and is_attention(item):
+            return True
+    return False
+
+
+def _between(target: FoldTarget) -> list[ir.Node]:
+    """Nodes between the initializer and the product (Transpose, Cast), the initializer's reader first."""
+    chain: list[ir.Node] = []
+    value = target.product.inputs[1]
+    while value is not None and value is not target.weight:
+        node = value.producer()
+        assert node is not None
+        chain.insert(0, node)
+        value = node.inputs[0]
+    return chain
+
+
+def _replace(node: ir.Node, old: ir.Value, new: ir.Value) -> None:
+    node.replace_input_with(next(i for i, v in enumerate(node.inputs) if v is old), new)
+
+
+def _bias_node(product: ir.Node) -> ir.Node | None:
+    if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
+        return product
+    readers = [use.node for use in product.outputs[0].uses()]
+    if (
+        len(readers) == 1
+        and readers[0].op_type == "Add"
+        and any(v is not None and is_constant(v) for v in readers[0].inputs)
+    ):
+        return readers[0]
+    return None
+
+
+def _int(node: ir.Node, name: str) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else 0

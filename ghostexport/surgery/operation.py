@@ -1,0 +1,298 @@
+"""Surgery from file to file: find every boundary, refuse or cut and splice, renumber the KV cache, save."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from ghostexport.errors import BoundaryNotFound, RecipeError, SurgeryError
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.runfolder import atomic_path
+from ghostexport.surgery import cut, folds, graphfile, kv_cache, refusals, splice
+from ghostexport.surgery.body import find_bodies
+from ghostexport.surgery.boundaries import DecoderLayout, find_layout
+from ghostexport.surgery.branches import prune_if_outputs
+from ghostexport.surgery.canonical import strip_metadata
+from ghostexport.surgery.report import BoundaryReport, SurgeryReport
+from ghostexport.surgery.stream import StreamType, stream_type
+
+
+def operate(
+    dense: Path,
+    plan: PrunePlan,
+    operators: OperatorSet | None,
+    output: Path,
+    *,
+    self_contained: bool = False,
+    operator_dtype: str | None = None,
+    kv_pattern: str | None = None,
+    dry_run: bool = False,
+) -> SurgeryReport:
+    """Removes the blocks of ``plan`` from an exported decoder graph and puts ``operators`` at the cuts.
+
+    Args:
+        dense: an ONNX file of any producer; its weights are not read.
+        plan: removed blocks; empty with no operators: the output is a byte-for-byte copy of the graph.
+        operators: repair of the same plan; None for a bare cut.
+        output: the new ONNX file. New weights go to ``<output>.data``; the source's data file is shared, by name in
+            the same folder or by hard link in another one.
+        self_contained: write one compact data file of the output's own instead.
+        operator_dtype: ``float32``, ``float16`` or ``bfloat16``; default: the dtype of the residual stream.
+        kv_pattern: templates of the KV names, comma separated, where they are unusual (``cache_k_{},cache_v_{}``).
+        dry_run: do everything but write.
+
+    Returns:
+        what was changed, by name.
+
+    Raises:
+        SurgeryError: the graph cannot be cut as asked (its subclasses say why); nothing was written.
+        RecipeError: plan and operators do not belong together, or the dtype does not exist.
+        RunFolderError: the output cannot be written.
+    """
+    _check_arguments(dense, plan, operators, output, operator_dtype)
+    if not plan.removed:
+        return _identity(dense, plan, output, dry_run)
+    model = graphfile.load_graph(dense)
+    before = _weight_bytes(model)
+    changes = cut_model(model, plan, operators, operator_dtype=operator_dtype, kv_pattern=kv_pattern)
+    written, files = (
+        (0, []) if dry_run else graphfile.save_graph(model, output, changes.new, self_contained=self_contained)
+    )
+    return SurgeryReport(
+        source=dense.name,
+        output=output.name,
+        identity=False,
+        blocks_before=plan.num_blocks,
+        blocks_after=len(plan.kept),
+        boundaries=tuple(changes.boundaries),
+        nodes_before=changes.nodes_before,
+        nodes_after=sum(1 for _ in model.graph.all_nodes()),
+        kv_inputs_removed=tuple(changes.kv_inputs_removed),
+        kv_outputs_removed=tuple(changes.kv_outputs_removed),
+        kv_renamed=changes.kv_renamed,
+        shape_anchors=changes.shape_anchors,
+        initializers_dropped=tuple(changes.initializers_dropped),
+        weight_bytes_before=before,
+        weight_bytes_after=_weight_bytes(model),
+        bytes_written=written,
+        data_files=tuple(files),
+    )
+
+
+@dataclass
+class Changes:
+    """What :func:`cut_model` did; see :class:`SurgeryReport` for the fields."""
+
+    nodes_before: int = 0
+    boundaries: list[BoundaryReport] = field(default_factory=list)
+    kv_inputs_removed: list[str] = field(default_factory=list)
+    kv_outputs_removed: list[str] = field(default_factory=list)
+    kv_renamed: dict[str, str] = field(default_factory=dict)
+    shape_anchors: dict[str, str] = field(default_factory=dict)
+    initializers_dropped: list[str] = field(default_factory=list)
+    new: list[ir.Value] = field(default_factory=list)
+
+
+def cut_model(
+    model: ir.Model,
+    plan: PrunePlan,
+    operators: OperatorSet | None,
+    *,
+    operator_dtype: str | None = None,
+    kv_pattern: str | None = None,
+) -> Changes:
+    """The in-memory half of :func:`operate`: changes ``model`` in place. All refusals come before the first change."""
+    layouts = find_layouts(model, kv_pattern)
+    refusals.refuse_spliced(model, refusals.operator_names(operators))
+    streams = []
+    for layout in layouts:
+        refusals.refuse_plan(layout, plan)
+        streams.append(stream_type(layout))
+        _check_operators(operators, streams[-1])
+    changes = Changes(nodes_before=sum(1 for _ in model.graph.all_nodes()))
+    for layout, stream in zip(layouts, streams, strict=True):
+        _cut_body(layout, stream, plan, operators, operator_dtype, changes)
+    _remove_kv(model, layouts, plan, changes)
+    changes.initializers_dropped = [v.name or "" for v in cut.drop_unused_initializers(model.graph)]
+    strip_metadata(model)
+    return changes
+
+
+def find_layouts(model: ir.Model, kv_pattern: str | None = None) -> list[DecoderLayout]:
+    """Finds and checks the decoder of every body; functions are inlined first.
+
+    Raises:
+        SurgeryError: see :func:`ghostexport.surgery.boundaries.find_layout` and :mod:`ghostexport.surgery.refusals`.
+    """
+    if model.functions:
+        InlinePass()(model)
+    layouts = [find_layout(body) for body in find_bodies(model, kv_pattern)]
+    for layout in layouts:
+        refusals.refuse_sharing(layout)
+        refusals.cross_check_names(layout)
+    counts = {layout.num_blocks for layout in layouts}
+    if len(counts) > 1:
+        raise BoundaryNotFound(f"The branches of the graph have different numbers of blocks: {sorted(counts)}.")
+    return layouts
+
+
+def _cut_body(
+    layout: DecoderLayout,
+    stream: StreamType,
+    plan: PrunePlan,
+    operators: OperatorSet | None,
+    operator_dtype: str | None,
+    changes: Changes,
+) -> None:
+    graph = layout.body.graph
+    dtype = stream.dtype if operator_dtype is None else splice.DTYPES[operator_dtype]
+    done: list[tuple[Operator | None, cut.CutResult, dict[str, str]]] = []
+    for boundary in plan.boundaries:
+        operator = operators.operators[boundary.index] if operators is not None else None
+        folded: dict[str, str] = {}
+        for item in operator.folds if operator is not None else ():
+            old, new = folds.fold(layout, item)
+            folded[old] = new[0].name or ""
+            _register(graph, new, changes)
+        done.append((operator, cut.cut(layout, boundary, operator, stream.dtype, dtype), folded))
+        _register(graph, list(done[-1][1].weights), changes)
+    removed_outputs = {port.value for port in kv_cache.removed_outputs(layout, plan)}
+    outputs = [value for value in graph.outputs if value not in removed_outputs]
+    changes.shape_anchors |= kv_cache.repoint_shapes(layout, plan, cut.live_nodes(graph, outputs))
+    live = cut.live_nodes(graph, outputs)
+    _require_gone(layout, plan, live)
+    removed = set(graph) - set(live)
+    for boundary, (operator, result, folded) in zip(plan.boundaries, done, strict=True):
+        inside = sum(_block(layout, node) in boundary.span for node in removed)
+        changes.boundaries.append(_report(layout, boundary.index, plan, operator, result, folded, inside))
+    graph.outputs[:] = outputs
+    cut.remove_dead(graph, live)
+
+
+def _register(graph: ir.Graph, values: Sequence[ir.Value], changes: Changes) -> None:
+    """Adds new weights; the second body of a merged decoder reuses those of the first."""
+    root = graph
+    for value in values:
+        root.register_initializer(value)
+        changes.new.append(value)
+
+
+def _block(layout: DecoderLayout, node: ir.Node) -> int | None:
+    vertex = layout.flow.index(node)
+    return None if vertex is None else layout.block_of(vertex)
+
+
+def _require_gone(layout: DecoderLayout, plan: PrunePlan, live: dict[ir.Node, None]) -> None:
+    ports = {port.value for port in layout.body.past if kv_cache.is_removed(port, layout, plan)}
+    for node in live:
+        block = _block(layout, node)
+        span = next((s for s in plan.removed if block is not None and block in s), None)
+        ends = [layout.points[s.stop].node for s in plan.removed]
+        if span is not None and node not in ends:
+            raise SurgeryError(
+                f"{node.op_type} {node.name!r} of removed block {block} is still needed after the cut.",
+                "Report this graph: blocks share more than the residual stream.",
+            )
+        if any(value in ports for value in node.inputs):
+            raise SurgeryError(f"{node.op_type} {node.name!r} still reads the cache of a removed block.")
+
+
+def _report(
+    layout: DecoderLayout,
+    index: int,
+    plan: PrunePlan,
+    operator: Operator | None,
+    result: cut.CutResult,
+    folded: dict[str, str],
+    removed: int,
+) -> BoundaryReport:
+    span = plan.removed[index]
+    return BoundaryReport(
+        boundary=index,
+        span=(span.start, span.stop),
+        kind=operator.kind if operator is not None else "none",
+        site=operator.site if operator is not None else "boundary",
+        stream_in=layout.points[span.start].name,
+        stream_out=layout.points[span.stop].name,
+        consumers_rewired=result.consumers,
+        nodes_removed=removed,
+        nodes_added=result.nodes_added,
+        initializers_added=tuple(value.name or "" for value in result.weights),
+        weights_folded=folded,
+    )
+
+
+def _remove_kv(model: ir.Model, layouts: list[DecoderLayout], plan: PrunePlan, changes: Changes) -> None:
+    layout = layouts[0]
+    if len(layouts) > 1:
+        prune_if_outputs(model, {port.name for port in kv_cache.removed_outputs(layout, plan)})
+    ports = [port for port in layout.body.past if kv_cache.is_removed(port, layout, plan)]
+    for port in ports:
+        if port.value.uses():
+            users = ", ".join(use.node.name or use.node.op_type for use in port.value.uses())
+            raise SurgeryError(f"KV input {port.name!r} of a removed block is still read by {users}.")
+    gone = {port.value for port in ports}
+    model.graph.inputs[:] = [value for value in model.graph.inputs if value not in gone]
+    changes.kv_inputs_removed = [port.name for port in ports]
+    changes.kv_outputs_removed = [port.name for port in kv_cache.removed_outputs(layout, plan)]
+    changes.kv_renamed = kv_cache.renumber(model.graph, layouts, plan)
+
+
+def _check_arguments(
+    dense: Path, plan: PrunePlan, operators: OperatorSet | None, output: Path, operator_dtype: str | None
+) -> None:
+    if operator_dtype is not None and operator_dtype not in splice.DTYPES:
+        raise RecipeError(f"Unknown operator dtype {operator_dtype!r}.", f"Valid: {', '.join(splice.DTYPES)}.")
+    if operators is not None and operators.plan.sha256 != plan.sha256:
+        raise RecipeError(
+            f"The operators {operators.name!r} were fitted for {operators.plan}, not for {plan}.",
+            "Use the plan stored in the operator file, or recover again.",
+        )
+    if output.exists() and dense.exists() and output.samefile(dense):
+        raise SurgeryError(f"{output} is the source graph.", "Choose another output.")
+
+
+def _check_operators(operators: OperatorSet | None, stream: StreamType) -> None:
+    for operator in operators.operators if operators is not None else ():
+        size = operator.hidden_size
+        if size is not None and size != stream.hidden_size:
+            raise SurgeryError(
+                f"Operator {operator.boundary.index} has hidden size {size}; the residual stream of the graph has "
+                f"{stream.hidden_size}.",
+                "Fit the operator on the model that this graph was exported from.",
+            )
+
+
+def _identity(dense: Path, plan: PrunePlan, output: Path, dry_run: bool) -> SurgeryReport:
+    model = graphfile.load_graph(dense)
+    files = sorted({str(tensor.location) for tensor in graphfile.external_tensors(model)})
+    if not dry_run:
+        for name in files:
+            if dense.parent.resolve() != output.parent.resolve():
+                graphfile.share_file(dense.parent / name, output.parent / name)
+        with atomic_path(output) as temporary:
+            shutil.copyfile(dense, temporary)
+    nodes, size = sum(1 for _ in model.graph.all_nodes()), _weight_bytes(model)
+    return SurgeryReport(
+        source=dense.name,
+        output=output.name,
+        identity=True,
+        blocks_before=plan.num_blocks,
+        blocks_after=plan.num_blocks,
+        nodes_before=nodes,
+        nodes_after=nodes,
+        weight_bytes_before=size,
+        weight_bytes_after=size,
+        bytes_written=0 if dry_run else dense.stat().st_size,
+        data_files=tuple(files),
+    )
+
+
+def _weight_bytes(model: ir.Model) -> int:
+    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
