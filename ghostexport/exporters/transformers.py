@@ -1,0 +1,163 @@
+"""Export through transformers' own ``OnnxExporter`` (transformers >= 5.14, torch.export underneath)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from ghostexport.errors import ExportError
+from ghostexport.exporters.graph_file import OnnxGraphFile, check_interface, write_graph
+from ghostexport.exporters.simplify import simplify
+from ghostexport.recipe import Execution
+from ghostexport.surgery.canonical import canonicalise
+
+# Sample lengths: all different and above 1, so that no axis is specialised or confused with another.
+BATCH, TOKENS, PAST = 2, 4, 3
+
+_REMEDY = "Try another --opset, or --exporter optimum in an environment with 'ghostexport[optimum]'."
+_NOISY_LOGGERS = ("torch.onnx", "torch.export", "torch.fx", "transformers", "onnxscript", "onnx_ir")
+
+
+def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGraphFile:
+    """See :func:`ghostexport.exporters.export_model`."""
+    from ghostexport.models import find_blocks
+
+    num_blocks = len(find_blocks(model))
+    execution.progress("export", 0, 3)
+    with _on_cpu(model), _quiet():
+        try:
+            exported = _trace(model, opset)
+        except ExportError:
+            raise
+        except Exception as error:  # whatever torch.export, torch.onnx or transformers raises
+            raise ExportError(
+                f"transformers' ONNX exporter failed on {type(model).__name__} at opset {opset}: {error}", _REMEDY
+            ) from error
+        execution.progress("export", 1, 3)
+        simplify(exported)
+    _name_cache(exported.graph)
+    canonicalise(exported)
+    check_interface(exported.graph, num_blocks)
+    if exported.graph.opset_imports.get("") != opset:
+        raise ExportError(
+            f"The exporter made opset {exported.graph.opset_imports.get('')}, not {opset} as asked.", _REMEDY
+        )
+    execution.progress("export", 2, 3)
+    hidden_size = int(model.config.get_text_config().hidden_size)
+    written = write_graph(
+        exported, output, producer="transformers", hidden_size=hidden_size, num_blocks=num_blocks
+    )
+    execution.progress("export", 3, 3)
+    return written
+
+
+def _trace(model: Any, opset: int) -> ir.Model:
+    import torch
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+    inputs = sample_inputs(model)
+    config = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(inputs), opset_version=opset, optimize=False)
+    hook = model.register_forward_pre_hook(_link_lengths, with_kwargs=True)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return OnnxExporter().export(model, inputs, config=config).program
+    finally:
+        hook.remove()
+        model.train(training)
+
+
+def sample_inputs(model: Any) -> dict[str, Any]:
+    """Forward arguments of a step after a cache: ids and positions ``[2, 4]``, mask ``[2, 7]``, cache of 3 tokens."""
+    import torch
+    from ghostexport.models.stepping import accepts, cache_argument, cache_tensors, step
+
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    ids = torch.arange(BATCH * (PAST + TOKENS)).reshape(BATCH, -1) % vocab_size
+    _, cache = step(model, ids[:, :PAST])
+    try:
+        cache_tensors(cache)
+    except (AttributeError, TypeError) as error:
+        raise ExportError(
+            f"{type(model).__name__} keeps no plain KV cache: {error}.", "Only attention decoders can be exported."
+        ) from error
+    inputs: dict[str, Any] = {
+        "input_ids": ids[:, PAST:].contiguous(),
+        "attention_mask": torch.ones(BATCH, PAST + TOKENS, dtype=torch.int64),
+        "position_ids": torch.arange(PAST, PAST + TOKENS).repeat(BATCH, 1),
+        cache_argument(model): cache,
+    }
+    return {name: value for name, value in inputs.items() if accepts(model, name)}
+
+
+def _dynamic_shapes(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Only batch and lengths vary; marking heads and head size too would have the tracer reason about them."""
+    import torch
+    from torch.export import Dim
+    from ghostexport.models.stepping import cache_tensors
+
+    two_axes = {0: Dim.AUTO, 1: Dim.AUTO}
+    return {
+        name: two_axes if isinstance(value, torch.Tensor) else [{0: Dim.AUTO, 2: Dim.AUTO}] * 2 * len(cache_tensors(value))
+        for name, value in inputs.items()
+    }
+
+
+def _link_lengths(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tells the tracer which axes are equal: one symbol per length instead of two per block, which is also faster."""
+    import torch
+    from ghostexport.models.stepping import cache_argument, cache_tensors
+
+    batch, tokens = kwargs["input_ids"].shape
+    tensors = [tensor for pair in cache_tensors(kwargs[cache_argument(module)]) for tensor in pair]
+    past = tensors[0].shape[2]
+    for tensor in tensors:
+        torch._check(tensor.shape[0] == batch)
+        torch._check(tensor.shape[2] == past)
+    expected = {"position_ids": tokens, "attention_mask": past + tokens}
+    for name in expected.keys() & kwargs.keys():
+        torch._check(kwargs[name].shape[0] == batch)
+        torch._check(kwargs[name].shape[1] == expected[name])
+
+
+def _name_cache(graph: ir.Graph) -> None:
+    """One spelling for every transformers release: ``past_key_values.layers.N.*`` in, ``cache.layers.N.*`` out."""
+    for values, prefix in ((graph.inputs, "past_key_values.layers."), (graph.outputs, "cache.layers.")):
+        for value in values:
+            head, found, tail = (value.name or "").partition(".layers.")
+            if found and head.rsplit(".", 1)[-1] in ("cache", "past_key_values"):
+                value.name = prefix + tail
+
+
+@contextlib.contextmanager
+def _on_cpu(model: Any) -> Iterator[None]:
+    device = next(model.parameters()).device
+    model.to("cpu")
+    try:
+        yield
+    finally:
+        model.to(device)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the exporter's progress lines and version warnings off the terminal; restores everything."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
