@@ -56,16 +56,17 @@ class EngineFile:
         variant: ``dense``, ``pruned`` or an operator's name.
         device: fingerprint of the device it was built on or for.
         profiles: optimization profiles: name -> input -> (min, opt, max) shapes; empty for ONNX Runtime.
-        flags: every setting that shaped the build, by name.
+        flags: every build setting, by name: an engine is current when they are unchanged.
         build_seconds: wall-clock seconds of the build.
         plan_bytes: size of all files of the engine.
         weight_bytes: bytes of the weights in the graph it was built from.
         graph_sha256: hash of the ONNX file it was built from.
         plan_sha256: hash of the engine file.
-        files: every file the engine consists of, by name in the sidecar's folder -> sha256; the first is ``path``.
+        sha256: hash of every file the engine consists of, by name in its folder; the first is ``path``.
+        graph_data_sha256: hash of every data file of the graph, by name.
         inputs, outputs: the graph's bindings in order: name, dtype and dims, a dim being an integer or its role
             (``batch``, ``tokens``, ``past``, ``total``).
-        extra: what only some runtimes have: trtexec lines, layer names, hashes of the graph's data files.
+        extra: what only some runtimes have: trtexec lines, providers, host of the build.
     """
 
     path: Path
@@ -80,10 +81,22 @@ class EngineFile:
     weight_bytes: int
     graph_sha256: str
     plan_sha256: str
-    files: Mapping[str, str] = field(default_factory=dict)
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    graph_data_sha256: Mapping[str, str] = field(default_factory=dict)
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sidecar(self) -> Path:
+        """``dense.json`` of ``dense.engine``, ``dense.prefill.engine`` or ``dense.onnx``."""
+        stem = self.path.name.removesuffix(self.path.suffix)
+        return self.path.with_name(stem.removesuffix(".prefill") + ".json")
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files of the engine, the sidecar last."""
+        return (*(self.path.parent / name for name in self.sha256), self.sidecar)
 
 
 class KVCache(Protocol):

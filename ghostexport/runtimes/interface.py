@@ -44,7 +44,7 @@ class Interface:
         weight_bytes: bytes of all initializers.
         data_files: external data files, absolute.
         operators: distinct ``domain::op_type`` of the nodes.
-        spliced: names of the operator initializers, ``ghost.{b}.*``.
+        spliced: operator initializers ``ghost.{b}.*``: name -> shape.
         metadata: the model's metadata, such as what surgery recorded.
         opset: version of the default operator set.
     """
@@ -55,7 +55,7 @@ class Interface:
     weight_bytes: int
     data_files: tuple[Path, ...]
     operators: frozenset[str]
-    spliced: tuple[str, ...]
+    spliced: dict[str, tuple[int, ...]]
     metadata: dict[str, str]
     opset: int
 
@@ -76,7 +76,7 @@ def read_interface(path: Path) -> Interface:
     model = load_graph(path)
     graph = model.graph
     try:
-        kv = tuple(pair_kv((v.name for v in graph.input), (v.name for v in graph.output)))
+        kv = tuple(pair_kv([v.name for v in graph.input], [v.name for v in graph.output]))
     except ValueError as error:
         raise BuildError(f"{path}: {error}.", "Renumber the cache densely: ghostexport surgery does.") from None
     weights, files = _weights(path, graph.initializer)
@@ -87,7 +87,7 @@ def read_interface(path: Path) -> Interface:
         weight_bytes=weights,
         data_files=files,
         operators=frozenset(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in graph.node),
-        spliced=tuple(i.name for i in graph.initializer if i.name.startswith("ghost.")),
+        spliced={i.name: tuple(i.dims) for i in graph.initializer if i.name.startswith("ghost.")},
         metadata={entry.key: entry.value for entry in model.metadata_props},
         opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
     )
@@ -100,14 +100,13 @@ def load_graph(path: Path) -> onnx.ModelProto:
         BuildError: missing or not ONNX.
     """
     import onnx
-    from google.protobuf.message import DecodeError
 
     try:
         return onnx.load(str(path), load_external_data=False)
     except FileNotFoundError:
         raise BuildError(f"{path} does not exist.", "Make it with: ghostexport surgery RUN") from None
-    except DecodeError as error:
-        raise BuildError(f"{path} is not an ONNX model: {error}", "It was truncated or edited; export again.") from error
+    except Exception as error:  # protobuf's DecodeError; its module has no type stubs
+        raise BuildError(f"{path} is not an ONNX model: {error}", "It was truncated; export again.") from error
 
 
 def external(initializer: Any) -> dict[str, str]:
@@ -116,7 +115,8 @@ def external(initializer: Any) -> dict[str, str]:
 
 
 def _weights(path: Path, initializers: Any) -> tuple[int, tuple[Path, ...]]:
-    total, files = 0, {}
+    total = 0
+    files: dict[Path, int] = {}
     for initializer in initializers:
         where = external(initializer)
         if not where:
@@ -135,7 +135,7 @@ def _weights(path: Path, initializers: Any) -> tuple[int, tuple[Path, ...]]:
         have = file.stat().st_size if file.exists() else None
         if have is None or have < needed:
             problem = "is missing" if have is None else f"has {have} of at least {needed} bytes"
-            raise BuildError(f"External data {file} of {path.name} {problem}.", "Keep both files together, or export again.")
+            raise BuildError(f"External data {file} of {path.name} {problem}.", "Keep both together, or export again.")
     return total, tuple(files)
 
 
@@ -165,12 +165,12 @@ def _roles(path: Path, name: str, dims: tuple[int | str, ...], *, output: bool) 
             "Known inputs: input_ids, attention_mask, position_ids, inputs_embeds and the KV cache.",
         )
     roles = tuple(d if isinstance(d, int) else role for d, role in zip(dims, table, strict=True))
-    stuck = [i for i, (d, role) in enumerate(zip(dims, table, strict=True)) if role in ("past", "total") and isinstance(d, int)]
-    if stuck and not output:
-        raise BuildError(
-            f"{path}: the {table[stuck[0]]} length of input {name} {list(dims)} is baked in as {dims[stuck[0]]}.",
-            "Export with a dynamic cache length (two or more past tokens in the sample inputs).",
-        )
+    for d, role in zip(dims, table, strict=True):
+        if role in ("past", "total") and isinstance(d, int) and not output:
+            raise BuildError(
+                f"{path}: the {role} length of input {name} {list(dims)} is baked in as {d}.",
+                "Export with a dynamic cache length (two or more past tokens in the sample inputs).",
+            )
     loose = [role for role in roles if role in ("heads", "head_dim", "hidden")]
     if loose and not output:
         raise BuildError(f"{path}: input {name} {list(dims)} has no fixed {loose[0]}.", "Export with that dim static.")

@@ -62,16 +62,15 @@ def plan_profiles(settings: BuildSection, inputs: tuple[Tensor, ...]) -> tuple[P
     _require_inside("token_points", settings.token_points, "max_tokens", settings.max_tokens)
     if settings.opt_batch > settings.max_batch:
         raise RecipeError(
-            f"build.opt_batch {settings.opt_batch} is above build.max_batch {settings.max_batch}.", "Need 1 <= opt <= max."
+            f"build.opt_batch {settings.opt_batch} is above build.max_batch {settings.max_batch}.",
+            "Need 1 <= opt <= max.",
         )
     batches = _split((*settings.batch_points, settings.max_batch), settings.opt_batch)
     tokens = _split((*settings.token_points, settings.max_tokens), settings.max_tokens)
     past: Range = (0, 0, settings.max_past)
     half: Range = (0, (settings.max_past + 1) // 2, settings.max_past)
     first = "single" if settings.profiles == "single" else "prefill"
-    profiles = [
-        Profile(_name(first, b, t, len(batches), len(tokens)), b, t, past) for b in batches for t in tokens
-    ]
+    profiles = [Profile(_name(first, b, t, len(batches), len(tokens)), b, t, past) for b in batches for t in tokens]
     if settings.profiles != "single":
         profiles += [Profile(_name("decode", b, (1, 1, 1), len(batches), 1), b, (1, 1, 1), half) for b in batches]
     for role, value in _static(inputs).items():

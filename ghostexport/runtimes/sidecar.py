@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ghostexport.errors import RunFolderError
+from ghostexport.recipe import BuildSection
 from ghostexport.runfolder import sha256_file, write_json
 from ghostexport.runtimes.base import EngineFile, Tensor
 
 SCHEMA = "ghostexport.engine/1"
 
 
-def sidecar_path(engine: Path) -> Path:
-    """``dense.json`` of ``dense.engine``, ``dense.prefill.engine`` or ``dense.onnx``."""
-    stem = engine.name.removesuffix(engine.suffix)
-    return engine.with_name(stem.removesuffix(".prefill").removesuffix(".decode") + ".json")
-
-
-def write_sidecar(engine: EngineFile) -> Path:
-    """Writes the sidecar of ``engine`` beside it, atomically; returns its path."""
-    data = dataclasses.asdict(engine) | {"path": engine.path.name}
-    path = sidecar_path(engine.path)
-    write_json(path, {"schema": SCHEMA} | data)
-    return path
+def write_sidecar(engine: EngineFile) -> None:
+    """Writes the sidecar of ``engine`` beside it, atomically."""
+    write_json(engine.sidecar, {"schema": SCHEMA} | dataclasses.asdict(engine) | {"path": engine.path.name})
 
 
 def read_sidecar(path: Path) -> EngineFile:
     """Reads an engine's sidecar; the one validation gate of the format.
 
     Args:
-        path: the sidecar, or an engine file beside it.
+        path: the sidecar, or the engine file beside it.
 
     Raises:
         RunFolderError: it is missing, not of this schema, or names files that are missing.
     """
-    path = path if path.suffix == ".json" else sidecar_path(path)
+    if path.suffix != ".json":
+        stem = path.name.removesuffix(path.suffix)
+        path = path.with_name(stem.removesuffix(".prefill").removesuffix(".decode") + ".json")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -51,17 +49,52 @@ def read_sidecar(path: Path) -> EngineFile:
         engine = EngineFile(**data | {"path": path.parent / data["path"]})
     except (KeyError, TypeError) as error:
         raise RunFolderError(f"{path} lacks or has unknown fields: {error}", _REBUILD) from error
-    for name in engine.files:
-        if not (path.parent / name).exists():
-            raise RunFolderError(f"{path.parent / name}, a file of the engine, is missing.", _REBUILD)
+    for file in engine.files:
+        if not file.exists():
+            raise RunFolderError(f"{file}, a file of the engine, is missing.", _REBUILD)
     return engine
 
 
 def require_intact(engine: EngineFile) -> None:
     """Raises RunFolderError when a file of the engine is not the one its sidecar describes."""
-    for name, sha256 in engine.files.items():
-        if sha256_file(engine.path.parent / name) != sha256:
+    for name, sha256 in engine.sha256.items():
+        if file_sha256(engine.path.parent / name) != sha256:
             raise RunFolderError(f"{engine.path.parent / name} was truncated or edited (its hash differs).", _REBUILD)
+
+
+def is_current(engine: EngineFile, version: str, graph: Path, data: Iterable[Path], settings: BuildSection) -> bool:
+    """Whether building ``graph`` with ``settings`` and this runtime version would make this very engine again."""
+    return (
+        engine.version == version
+        and engine.flags == build_flags(settings)
+        and engine.graph_sha256 == file_sha256(graph)
+        and engine.graph_data_sha256 == {file.name: file_sha256(file) for file in data}
+    )
+
+
+def remove_leftovers(target: Path) -> None:
+    """Removes the temporary files that a killed build of ``target`` left (the caller holds the lock)."""
+    for path in target.parent.glob(f".{target.name}.*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.suffix == ".tmp":
+            path.unlink()
+
+
+def build_flags(settings: BuildSection) -> dict[str, Any]:
+    """The settings that shape one engine, as the sidecar stores them."""
+    return settings.model_dump(mode="json", exclude={"runtimes"})
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file; a file that was not touched is hashed once per process (weights can be gigabytes)."""
+    stat = path.stat()
+    return _sha256(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _sha256(path: Path, size: int, mtime_ns: int) -> str:
+    return sha256_file(path)
 
 
 _REBUILD = "Build the engine again with: ghostexport build engine"

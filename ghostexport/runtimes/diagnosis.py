@@ -1,0 +1,84 @@
+"""Known raw messages of TensorRT and its loaders, as one line each: what it means, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+#: (pattern in the raw text, what it means, what to do); the first match wins.
+_KNOWN: tuple[tuple[str, str, str], ...] = (
+    (
+        r"libnvinfer_lean",
+        "a version-compatible plan needs the lean runtime, which is not installed here",
+        "Build without --version-compatible.",
+    ),
+    (
+        r"lib(nvinfer|nvonnxparser|tensorrt_rtx|cudart|cublas)[\w.]*: cannot open shared object",
+        "the vendor's Python bindings are installed, but not its libraries",
+        "Install the full package, or put the libraries' folder on LD_LIBRARY_PATH.",
+    ),
+    (
+        r"No module named '(tensorrt|tensorrt_rtx)",
+        "the Python package is not installed",
+        "Install it with the extra of the same name.",
+    ),
+    (
+        r"GroupQueryAttention|com\.microsoft|Plugin not found|failed to load \w+ plugin",
+        "the graph uses an operator that only ONNX Runtime's providers supply (com.microsoft)",
+        "Build with --runtime onnxruntime (its nv-tensorrt-rtx or tensorrt provider handles it), "
+        "or export with plain ONNX operators.",
+    ),
+    (
+        r"FP32 GEMM is not supported",
+        "this compute capability has no float32 kernels (Turing, SM75)",
+        "Export with --dtype float16, or drop SM75 from --compute-capability.",
+    ),
+    (
+        r"graph_jit\.cpp",
+        "the builder needs a GPU for a refittable or stripped plan",
+        "Build it on the machine that will run it, or build without --refittable and --strip-plan.",
+    ),
+    (
+        r"violate shape constraints|Shape provided for \w+ is inconsistent",
+        "a profile contradicts the graph's shapes",
+        "Check --max-batch, --max-tokens and --max-past against the graph.",
+    ),
+    (
+        r"(?i)out of ?memory|bad_alloc|Cannot allocate memory|insufficient memory",
+        "the builder ran out of memory (it needs three to four times the bytes of the weights)",
+        "Lower --max-batch, --max-tokens or --workspace, add swap, or build in half precision.",
+    ),
+    (
+        r"same type|Half.*Float|Float.*Half|type mismatch|mismatched types",
+        "operands of one node have different dtypes, which a strongly typed network does not convert",
+        "Insert a Cast in the graph, or export the model and its operators in one dtype.",
+    ),
+    (
+        r"(?i)could not find any implementation",
+        "no kernel fits a node over the profile's whole range",
+        "Narrow the range: --profiles split, a smaller --max-tokens, or inner --token-points.",
+    ),
+    (
+        r"(?i)magic tag|serialization assertion|incompatible|version tag|plan file|not compatible|header",
+        "the plan was built by another version, flavour or GPU, or is damaged",
+        "Build the engine again on this machine.",
+    ),
+    (
+        r"(?i)cuda initialization failure with error:? 2\b",
+        "CUDA is out of memory or another process holds the GPU",
+        "Free the GPU (nvidia-smi lists its processes).",
+    ),
+    (
+        r"(?i)cuda initialization failure|cudaError(?:_t)?[ :]*35|error:? 35|factory function returned nullptr"
+        r"|Unable to determine GPU memory usage|Error reading CUDA GPU properties",
+        "there is no usable NVIDIA GPU or driver here",
+        "Run on a machine with a GPU and a driver that nvidia-smi can see.",
+    ),
+)
+
+
+def explain(raw: str) -> tuple[str, str] | None:
+    """``(meaning, remedy)`` of the first known message in ``raw``; None when it is not a known one."""
+    for pattern, meaning, remedy in _KNOWN:
+        if re.search(pattern, raw):
+            return meaning, remedy
+    return None

@@ -1,0 +1,101 @@
+"""Swapping operators in a refittable plan: deserialise, refit the ``ghost.{b}.*`` weights, serialise again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ghostexport.errors import BuildError
+from ghostexport.operators import OperatorSet
+from ghostexport.runfolder import atomic_path
+from ghostexport.runtimes.base import EngineFile
+from ghostexport.runtimes.nvinfer_load import create_runtime, load_plan
+from ghostexport.runtimes.nvinfer_log import capture_log
+from ghostexport.runtimes.operator_weights import operator_weights
+from ghostexport.runtimes.sidecar import file_sha256, require_intact, write_sidecar
+
+
+def swap(trt: Any, title: str, engine: EngineFile, operators: OperatorSet, target: Path) -> EngineFile:
+    """Writes every plan of ``engine`` with ``operators`` in it as ``target.*engine``. Needs a GPU.
+
+    Raises:
+        BuildError: the engine is not refittable, or the operators do not fit it.
+        RuntimeUnavailableError: the plan cannot be loaded here.
+    """
+    refittable = engine.extra.get("refittable", [])
+    if not refittable:
+        raise BuildError(
+            f"{engine.path} was not built refittable, so its operators are fixed.",
+            "Build it again with --refittable.",
+        )
+    require_intact(engine)
+    spliced = {name: tuple(shape) for name, shape in engine.extra["operator_weights"].items()}
+    weights = operator_weights(spliced, operators, engine.path)
+    stem = engine.sidecar.name.removesuffix(".json")
+    new = {name: target.with_name(target.name + name.removeprefix(stem)) for name in engine.sha256}
+    for name, path in new.items():
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(_refit(trt, title, engine.path.with_name(name), weights))
+    first = next(iter(new.values()))
+    result = dataclasses.replace(
+        engine,
+        path=first,
+        variant=operators.name,
+        plan_bytes=sum(path.stat().st_size for path in new.values()),
+        plan_sha256=file_sha256(first),
+        sha256={path.name: file_sha256(path) for path in new.values()},
+        extra={**engine.extra, "swapped_from": engine.path.name, "operators_sha256": operators.sha256},
+    )
+    write_sidecar(result)
+    return result
+
+
+def _refit(trt: Any, title: str, plan: Path, weights: dict[str, NDArray[Any]]) -> bytes:
+    logger = capture_log(trt)
+    runtime = create_runtime(trt, title, logger)
+    engine = load_plan(trt, title, plan, logger, runtime)
+    refitter = trt.Refitter(engine, logger)
+    alive = []  # Weights do not copy: the arrays must live until the refit is done
+    for name, array in weights.items():
+        values, kept = _weights(trt, array, refitter.get_weights_prototype(name).dtype)
+        alive.append(kept)
+        if not refitter.set_named_weights(name, values):
+            raise BuildError(f"{plan} refuses new weights for {name}.", "Build it with --refittable.", log=logger.text)
+    missing = _missing(refitter.get_missing_weights())
+    if missing:
+        raise BuildError(
+            f"{plan} wants more weights than the operators: {missing}.", "Build it again.", log=logger.text
+        )
+    if not refitter.refit_cuda_engine():
+        raise BuildError(f"{title} cannot refit {plan}.", "Build the variant instead.", log=logger.text)
+    config = engine.create_serialization_config()
+    if hasattr(trt.SerializationFlag, "INCLUDE_REFIT"):
+        config.set_flag(trt.SerializationFlag.INCLUDE_REFIT)  # the result can be swapped again
+    serialised = engine.serialize_with_config(config)
+    if serialised is None:
+        raise BuildError(
+            f"{title} cannot serialise the refitted {plan}.", "Build the variant instead.", log=logger.text
+        )
+    return bytes(serialised)
+
+
+def _weights(trt: Any, array: NDArray[Any], dtype: Any) -> tuple[Any, NDArray[Any]]:
+    """Vendor weights in the engine's dtype, and the array that owns their memory."""
+    import ml_dtypes
+
+    types = {trt.float32: np.float32, trt.float16: np.float16, trt.bfloat16: ml_dtypes.bfloat16}
+    if dtype not in types:
+        raise BuildError(
+            f"The engine's operator has dtype {dtype}; only float types can be swapped.", "Build the variant."
+        )
+    values = np.ascontiguousarray(array.astype(types[dtype]))
+    return trt.Weights(dtype, values.ctypes.data, values.size), values
+
+
+def _missing(names: Iterable[Any]) -> list[str]:
+    return [str(name) for name in names or ()]
