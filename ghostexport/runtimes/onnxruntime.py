@@ -148,6 +148,24 @@ def choose_providers(ort: Any, settings: BuildSection, execution: Execution) -> 
     return ("cpu",) if execution.device == "cpu" else installed
 
 
+def open_graph(graph: Path) -> Any:
+    """An ``onnxruntime.InferenceSession`` on a graph as it is, on the CPU provider: for comparing numbers, not speed.
+
+    Raises:
+        RuntimeUnavailableError: onnxruntime is missing, or lacks a kernel or operator of the graph.
+    """
+    ort = _import()
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        return ort.InferenceSession(str(graph), options, providers=[PROVIDERS["cpu"]])
+    except Exception as error:
+        explained = _explain(graph, str(error))
+        raise RuntimeUnavailableError(
+            f"ONNX Runtime {ort.__version__} cannot run {graph} on the CPU: {error}", explained.remedy
+        ) from error
+
+
 def _import() -> Any:
     try:
         import onnxruntime

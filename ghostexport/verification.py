@@ -1,0 +1,287 @@
+"""Parity: the same tokens through a PyTorch model and an ONNX graph, every output compared.
+
+Four feeds, batch 2: a short and a long prefill (past 0), and one decode step after each, on each side's own cache. The
+short prefill has a padded row. Sequences are random ids from a fixed seed unless given.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ghostexport.errors import ParityError, RuntimeUnavailableError
+from ghostexport.float32_twin import write_float32_twin
+from ghostexport.kv_names import pair_kv, parse_kv_name
+from ghostexport.models.stepping import cache_tensors, step
+
+SHORT, LONG = 7, 24
+PADDING = 2  # tokens of left padding in row 1 of the short prefill
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What still counts as equal.
+
+    Attributes:
+        relative: largest absolute error of an output over the standard deviation of the reference output.
+        kl: mean KL(reference || candidate) of the next-token distributions, nats per token.
+    """
+
+    relative: float
+    kl: float
+
+
+TOLERANCES: Mapping[str, Tolerance] = {
+    # summation order only: ten times what SmolLM2-135M and the tiny models show
+    "float32": Tolerance(relative=2e-3, kl=1e-7),
+    # 11-bit mantissa, other roundings at every node: three times what they show
+    "float16": Tolerance(relative=0.15, kl=2e-3),
+}
+
+
+@dataclass(frozen=True)
+class OutputParity:
+    """One output of one feed.
+
+    Attributes:
+        feed: ``prefill 7``, ``decode 7+1``, ...
+        output: name in the graph.
+        max_abs: largest absolute error.
+        relative: ``max_abs`` over the standard deviation of the reference output.
+        kl, top1: of the next-token distributions: mean KL in nats, share of equal most likely tokens; None but for logits.
+        passed: within tolerance.
+    """
+
+    feed: str
+    output: str
+    max_abs: float
+    relative: float
+    kl: float | None
+    top1: float | None
+    passed: bool
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Outcome of a comparison.
+
+    Attributes:
+        reference, candidate: what was compared.
+        dtype: of the graph.
+        computed_in: dtype both sides computed in; ``float32`` for a bfloat16 graph, see ``note``.
+        tolerance: applied to every output.
+        outputs: per feed: keys and values in block order, then logits.
+        first_divergence: the first failing output in depth order, or None. Keys and values of block ``k`` are the
+            first to see a wrong residual stream entering block ``k``.
+        note: what was not compared, and why; empty when everything was.
+    """
+
+    reference: str
+    candidate: str
+    dtype: str
+    computed_in: str
+    tolerance: Tolerance
+    outputs: tuple[OutputParity, ...]
+    first_divergence: OutputParity | None
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.first_divergence is None
+
+    @property
+    def worst_relative(self) -> float:
+        return max(output.relative for output in self.outputs)
+
+    @property
+    def worst_kl(self) -> float:
+        return max(output.kl for output in self.outputs if output.kl is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON-ready data; ``outputs`` as rows."""
+        return {"passed": self.passed, "worst_relative": self.worst_relative, "worst_kl": self.worst_kl} | asdict(self)
+
+
+def verify(
+    model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None
+) -> ParityReport:
+    """Compares ``graph`` on ONNX Runtime's CPU provider with ``model``.
+
+    Args:
+        model: the Hugging Face model that was changed as the graph was.
+        graph: ONNX decoder.
+        variant: name for the report.
+        tokens: ``(2, >= 25)`` token ids to use instead of random ones.
+
+    Raises:
+        ParityError: an output differs by more than the tolerance; names output, metric and tolerance.
+        RuntimeUnavailableError: onnxruntime is missing, or cannot run the graph.
+    """
+    report = compare(model, graph, variant, tokens)
+    bad = report.first_divergence
+    if bad is not None:
+        kv = parse_kv_name(bad.output, output=True)
+        where = f"the residual stream that enters block {kv.block}" if kv else "the blocks' end or the head"
+        metric = f"max error / std = {bad.relative:.3g} (tolerance {report.tolerance.relative:g})"
+        if bad.kl is not None:
+            metric += f", KL = {bad.kl:.3g} nats (tolerance {report.tolerance.kl:g})"
+        raise ParityError(
+            f"{report.candidate} differs from {report.reference}: output {bad.output} at {bad.feed}: {metric}.",
+            f"The first difference is in {where}. Export and surgery must be run again, or this is a bug.",
+        )
+    return report
+
+
+def compare(
+    model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None
+) -> ParityReport:
+    """As :func:`verify`, but a difference is a value in the report, not an exception."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    reference = f"PyTorch {type(model).__name__}, {dtype}"
+    candidate = f"{variant} ({graph.name}) on ONNX Runtime, CPU"
+    if tokens is None:
+        vocab_size = int(model.config.get_text_config().vocab_size)
+        tokens = np.random.default_rng(0).integers(0, vocab_size, (2, LONG + 1), dtype=np.int64)
+    if dtype == "bfloat16":
+        with tempfile.TemporaryDirectory() as folder:
+            twin = write_float32_twin(graph, Path(folder))
+            outputs, tolerance = _compare_all(copy.deepcopy(model).float(), twin, tokens, TOLERANCES["float32"])
+        note = "ONNX Runtime has no bfloat16 kernels on the CPU: both sides were widened to float32 and compared there; "
+        note += "bfloat16 rounding was not checked."
+        dtype_used = "float32"
+    else:
+        outputs, tolerance = _compare_all(model, graph, tokens, TOLERANCES[dtype])
+        note, dtype_used = "", dtype
+    first = next((output for output in outputs if not output.passed), None)
+    return ParityReport(reference, candidate, dtype, dtype_used, tolerance, outputs, first, note)
+
+
+def _compare_all(
+    model: Any, graph: Path, tokens: NDArray[np.int64], tolerance: Tolerance
+) -> tuple[tuple[OutputParity, ...], Tolerance]:
+    candidate = GraphRun(graph)
+    rows = []
+    for feed, expected, actual in _feeds(model, candidate, tokens):
+        for name in sorted(expected, key=_depth):
+            rows.append(_measure(feed, name, expected[name], actual[name], tolerance))
+    return tuple(rows), tolerance
+
+
+def _feeds(
+    model: Any, candidate: GraphRun, tokens: NDArray[np.int64]
+) -> Iterator[tuple[str, dict[str, NDArray[Any]], dict[str, NDArray[Any]]]]:
+    """Yields feed name, reference outputs and candidate outputs, padding positions taken out."""
+    for length, padding in ((SHORT, PADDING), (LONG, 0)):
+        mask = np.ones((2, length + 1), np.int64)
+        mask[1, :padding] = 0
+        torch_cache, cache = None, candidate.empty_cache(2)
+        for start, stop, feed in ((0, length, f"prefill {length}"), (length, length + 1, f"decode {length}+1")):
+            ids, attended = tokens[:, start:stop], mask[:, :stop]
+            logits, torch_cache = _torch_step(model, ids, torch_cache, attended)
+            outputs = candidate.run(ids, cache, attended)
+            cache = {past: outputs[present] for past, present in candidate.kv}
+            expected = dict(zip(candidate.kv_outputs, _flat(torch_cache), strict=True)) | {"logits": logits}
+            yield feed, *_without_padding(expected, outputs, attended)
+
+
+def _torch_step(
+    model: Any, ids: NDArray[np.int64], cache: Any, mask: NDArray[np.int64]
+) -> tuple[NDArray[Any], Any]:
+    device = next(model.parameters()).device
+    inputs, attended = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (ids, mask))
+    logits, cache = step(model, inputs, cache, attended)
+    return logits.float().cpu().numpy(), cache
+
+
+def _flat(cache: Any) -> list[NDArray[Any]]:
+    return [tensor.float().cpu().numpy() for pair in cache_tensors(cache) for tensor in pair]
+
+
+def _without_padding(
+    expected: dict[str, NDArray[Any]], actual: Mapping[str, NDArray[Any]], mask: NDArray[np.int64]
+) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    """Both sides as ``(attended tokens, features)``; a sliding-window cache keeps only its last tokens, so do both."""
+    left, right = {}, {}
+    for name, array in expected.items():
+        other = np.asarray(actual[name], np.float32)
+        if array.ndim == 4:  # [B, heads, length, head_dim] -> [B, length, heads, head_dim]
+            array, other = array.swapaxes(1, 2), other.swapaxes(1, 2)
+        kept = mask[:, -array.shape[1] :].astype(bool)
+        left[name] = array[kept].reshape(kept.sum(), -1)
+        right[name] = other[:, -array.shape[1] :][kept].reshape(kept.sum(), -1)
+    return left, right
+
+
+def _measure(
+    feed: str, name: str, expected: NDArray[Any], actual: NDArray[Any], tolerance: Tolerance
+) -> OutputParity:
+    with np.errstate(invalid="ignore"):
+        error = float(np.abs(expected.astype(np.float64) - actual).max())
+    relative = error / max(float(expected.std(dtype=np.float64)), 1e-12)
+    kl = top1 = None
+    passed = relative <= tolerance.relative  # False for NaN as well
+    if name == "logits":
+        log_p, log_q = _log_softmax(expected), _log_softmax(actual)
+        kl = float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
+        top1 = float((expected.argmax(-1) == actual.argmax(-1)).mean())
+        passed = passed and kl <= tolerance.kl
+    if not passed and not math.isfinite(relative):
+        raise ParityError(f"Output {name} at {feed} is not finite.", "Use a wider dtype: float32 or bfloat16.")
+    return OutputParity(feed, name, error, relative, kl, top1, passed)
+
+
+def _log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result
+
+
+def _depth(name: str) -> tuple[int, str]:
+    kv = parse_kv_name(name, output=True)
+    return (kv.block, name) if kv else (1 << 30, name)
+
+
+class GraphRun:
+    """An ONNX decoder on ONNX Runtime's CPU provider, any mask, NumPy in and out.
+
+    Raises:
+        RuntimeUnavailableError: onnxruntime is missing, or cannot run the graph.
+    """
+
+    def __init__(self, graph: Path) -> None:
+        from ghostexport.runtimes.onnxruntime import open_graph
+
+        self._session = open_graph(graph)
+        self._inputs = {value.name: value for value in self._session.get_inputs()}
+        self._outputs = [value.name for value in self._session.get_outputs()]
+        self.kv = pair_kv(self._inputs, self._outputs)
+        by_block = sorted(self.kv, key=lambda pair: _depth(pair[1]))
+        self.kv_outputs = [present for _, present in by_block]
+
+    def empty_cache(self, batch: int) -> dict[str, NDArray[Any]]:
+        """Keys and values of no token, by input name."""
+        dtypes = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        cache = {}
+        for name, _ in self.kv:
+            value = self._inputs[name]
+            heads, size = value.shape[1], value.shape[3]
+            cache[name] = np.zeros((batch, heads, 0, size), dtypes[value.type])
+        return cache
+
+    def run(
+        self, ids: NDArray[np.int64], cache: Mapping[str, NDArray[Any]], mask: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """One step: ``ids`` ``(B, T)`` after ``cache``, ``mask`` ``(B, past + T)``; all outputs by name."""
+        positions = np.maximum(mask.cumsum(-1) - 1, 0)[:, -ids.shape[1] :]
+        feed: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **cache}
+        values = self._session.run(self._outputs, {name: feed[name] for name in self._inputs})
+        return dict(zip(self._outputs, values, strict=True))
