@@ -34,6 +34,9 @@ _ROLES: dict[str, tuple[str, ...]] = {
 }
 
 
+_COMPUTE = ("MatMul", "Mul", "Add")
+
+
 @dataclass(frozen=True)
 class Interface:
     """A decoder graph seen from outside.
@@ -45,6 +48,7 @@ class Interface:
         data_files: external data files, absolute.
         operators: distinct ``domain::op_type`` of the nodes.
         spliced: operator initializers ``ghost.{b}.*``: name -> shape.
+        spliced_nodes: names of the operator's nodes that compute (casts and constants aside).
         metadata: the model's metadata, such as what surgery recorded.
         opset: version of the default operator set.
     """
@@ -56,6 +60,7 @@ class Interface:
     data_files: tuple[Path, ...]
     operators: frozenset[str]
     spliced: dict[str, tuple[int, ...]]
+    spliced_nodes: tuple[str, ...]
     metadata: dict[str, str]
     opset: int
 
@@ -88,6 +93,7 @@ def read_interface(path: Path) -> Interface:
         data_files=files,
         operators=frozenset(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in graph.node),
         spliced={i.name: tuple(i.dims) for i in graph.initializer if i.name.startswith("ghost.")},
+        spliced_nodes=tuple(n.name for n in graph.node if n.name.startswith("ghost.") and n.op_type in _COMPUTE),
         metadata={entry.key: entry.value for entry in model.metadata_props},
         opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
     )

@@ -98,7 +98,8 @@ class NvSession:
         run, longer = self._prepare(input_ids, cache)
         run()
         logits = next(t for t in self.engine.outputs if t.name == "logits")
-        shape = self._shape(logits, self._sizes(*input_ids.shape, longer.length - input_ids.shape[1]))
+        batch, tokens = input_ids.shape
+        shape = self._shape(logits, self._sizes(batch, tokens, cache.length))
         return self._device.download(self._other["logits"], shape, logits.dtype), longer
 
     def timed_forward(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[float, NvCache]:
