@@ -103,8 +103,14 @@ class BuildSection(_Section):
 
 #: What the presets of the benchmark measure; ``edge`` is the default. A key given beside ``preset`` wins over it.
 BENCH_PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"prefill_tokens": (128,), "decode_past": (128,), "decode_steps": 6, "request": (32, 8), "repeats": 6},
-    "edge": {"prefill_tokens": (64, 256), "decode_past": (128, 512), "decode_steps": 8, "request": (64, 16)},
+    "edge": {"prefill_tokens": (128,), "decode_past": (128, 512)},
+    "quick": {
+        "prefill_tokens": (64,),
+        "decode_past": (128,),
+        "request": (32, 4),
+        "repeats": 5,
+        "eval_tokens": 1024,
+    },
     "server": {
         "batches": (1, 4),
         "prefill_tokens": (128, 512),
@@ -112,6 +118,7 @@ BENCH_PRESETS: dict[str, dict[str, Any]] = {
         "decode_steps": 32,
         "request": (256, 64),
         "repeats": 20,
+        "eval_tokens": 8192,
     },
 }
 
@@ -138,11 +145,11 @@ class BenchSection(_Section):
     batches: Counts = (1,)
     prefill_tokens: Counts = ()
     decode_past: Counts = ()
-    decode_steps: Annotated[int, Field(ge=1)] = 8
-    request: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=2)]] = (64, 16)
-    repeats: Annotated[int, Field(ge=2)] = 10
+    decode_steps: Annotated[int, Field(ge=1)] = 4
+    request: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=2)]] = (64, 8)
+    repeats: Annotated[int, Field(ge=2)] = 8
     warmup: Annotated[int, Field(ge=0)] = 1
-    eval_tokens: Annotated[int, Field(ge=2)] = 4096
+    eval_tokens: Annotated[int, Field(ge=2)] = 2048
     seed: int = 0
 
     @model_validator(mode="before")

@@ -1,11 +1,23 @@
 """The benchmark: how much faster, how much smaller, how much worse, on this device.
 
 Reading order: :mod:`workloads` (what is run), :mod:`measuring` (how), :mod:`statistics`, :mod:`ideal`, :mod:`verdicts`,
-:mod:`result` (the JSON), :mod:`report` (the page). :func:`bench` puts them together.
+:mod:`result` (the JSON), :mod:`report` (the page). :func:`bench` puts them together, :mod:`stage` runs it on a run
+folder.
 """
+
+from pathlib import Path
 
 from ghostexport.benchmarking.benchmark import bench
 from ghostexport.benchmarking.ideal import Ceilings, VariantFacts
 from ghostexport.benchmarking.result import SCHEMA, BenchReport
+from ghostexport.recipe import Execution, Recipe
+from ghostexport.runfolder import RunFolder
 
-__all__ = ["SCHEMA", "BenchReport", "Ceilings", "VariantFacts", "bench"]
+__all__ = ["SCHEMA", "BenchReport", "Ceilings", "VariantFacts", "bench", "bench_run"]
+
+
+def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """The bench stage of a run; see :func:`ghostexport.benchmarking.stage.bench_run`."""
+    from ghostexport.benchmarking.stage import bench_run as run  # imports torch; the rest of this package does not
+
+    return run(folder, recipe, execution)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,36 @@ _FIXED = {"dense": "#5b6470", "pruned": "#c2700a"}
 _CYCLE = ("#6d28d9", "#0b7a5b", "#1d5fd1", "#b5179e", "#0e7490", "#9f1239")
 #: Side of the heat map: larger matrices are pooled to it by their largest magnitude.
 HEAT_SIDE = 96
+_STYLE: Any = {
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#444",
+    "svg.fonttype": "path",
+}
+
+P = ParamSpec("P")
+
+
+def _styled(draw: Callable[P, str]) -> Callable[P, str]:
+    """Draws in the report's style, whatever the user's own matplotlib settings are."""
+
+    @functools.wraps(draw)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> str:
+        try:
+            import matplotlib
+        except ImportError as error:
+            raise RuntimeUnavailableError(
+                "The report needs matplotlib, which is not installed.", "pip install 'ghostexport[report]'"
+            ) from error
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(_STYLE)
+            return draw(*args, **kwargs)
+
+    return styled
 
 
 def colours(variants: Sequence[str]) -> dict[str, str]:
@@ -25,6 +56,7 @@ def colours(variants: Sequence[str]) -> dict[str, str]:
     return _FIXED | {v: _CYCLE[i % len(_CYCLE)] for i, v in enumerate(operators)}
 
 
+@_styled
 def pareto(points: Mapping[str, tuple[float, float, float, float]], quality: str, speed: str) -> str:
     """Quality over speed-up.
 
@@ -40,7 +72,7 @@ def pareto(points: Mapping[str, tuple[float, float, float, float]], quality: str
         )
     values = [y for *_, y in points.values()]
     if max(values) > 4 * min(values):
-        axis.set_yscale("log")
+        _log_scale(axis)
     axis.margins(x=0.22, y=0.18)
     middle = float(np.mean(axis.get_xlim()))
     for variant, (speedup, _, _, y) in points.items():
@@ -54,6 +86,7 @@ def pareto(points: Mapping[str, tuple[float, float, float, float]], quality: str
     return _svg(figure, "pareto")
 
 
+@_styled
 def distributions(title: str, samples: Mapping[str, Sequence[float]]) -> str:
     """Raw samples and quartiles of each variant on one workload.
 
@@ -76,6 +109,7 @@ def distributions(title: str, samples: Mapping[str, Sequence[float]]) -> str:
     return _svg(figure, title)
 
 
+@_styled
 def scores(series: Mapping[str, Sequence[float]], removed: Sequence[Sequence[int]], criterion: str) -> str:
     """Everything the criterion computed over the block index, with the cut shaded."""
     figure, (axis,) = _figure("scores", 2.6)
@@ -101,6 +135,7 @@ def scores(series: Mapping[str, Sequence[float]], removed: Sequence[Sequence[int
     return _svg(figure, "scores")
 
 
+@_styled
 def heat_map(name: str, matrix: NDArray[Any]) -> str:
     """The operator's delta ``[C, C]``, pooled to :data:`HEAT_SIDE` by largest magnitude."""
     figure, (axis,) = _figure(name, 3.9)
@@ -126,6 +161,7 @@ def pool(matrix: NDArray[Any], side: int) -> NDArray[Any]:
     return pooled
 
 
+@_styled
 def singular_values(spectra: Mapping[str, NDArray[Any]]) -> str:
     """Singular values of each operator's delta, largest first."""
     figure, (axis,) = _figure("singular values", 2.8)
@@ -142,6 +178,7 @@ def singular_values(spectra: Mapping[str, NDArray[Any]]) -> str:
     return _svg(figure, "singular values")
 
 
+@_styled
 def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> str:
     """Horizontal bars: one group per variant, one bar per quantity.
 
@@ -173,6 +210,7 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> st
     return _svg(figure, title)
 
 
+@_styled
 def curves(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """One line per variant through (x, y) points, for sweeps over depth."""
     figure, (axis,) = _figure(title, 2.9)
@@ -181,7 +219,7 @@ def curves(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[
         axis.plot(*zip(*points, strict=True), marker="o", ms=4, lw=1.4, color=tint[variant], label=variant)
     values = [y for points in lines.values() for _, y in points]
     if min(values) > 0 and max(values) > 4 * min(values):
-        axis.set_yscale("log")
+        _log_scale(axis)
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
     axis.set_title(title)
@@ -189,31 +227,21 @@ def curves(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[
     return _svg(figure, title)
 
 
-_STYLE: Any = {
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.labelsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#444",
-    "svg.fonttype": "path",
-}
-
-
 def _figure(name: str, height: float) -> tuple[Any, tuple[Any, ...]]:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeUnavailableError(
-            "The report needs matplotlib, which is not installed.", "pip install 'ghostexport[report]'"
-        ) from error
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained", label=name)
-        axis = figure.add_subplot()
-        axis.grid(axis="x", color="#ddd", lw=0.6)
-        axis.set_axisbelow(True)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", label=name)
+    axis = figure.add_subplot()
+    axis.grid(axis="x", color="#ddd", lw=0.6)
+    axis.set_axisbelow(True)
     return figure, (axis,)
+
+
+def _log_scale(axis: Any) -> None:
+    """A logarithmic y axis with plain numbers: 20, 30, 60 and not 2 x 10^1."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
 
 
 def _svg(figure: Any, name: str) -> str:
@@ -221,7 +249,7 @@ def _svg(figure: Any, name: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+    with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -187,10 +187,11 @@ def _latency(run: RunFiles, name: str, bench: Mapping[str, Any]) -> Section:
         samples = {m["variant"]: [s * 1e3 for r in m["rounds"] for s in r] for m in found}
         title = workload if metric == "seconds" else f"{workload} {metric}"
         section.plots.append(plots.distributions(title, samples))
+        rows.append((title, []))
         for m in found:
             s = m["summary"]
             cells = [f"{s[key] * 1e3:.2f}" for key in ("median", "p90", "p95", "p99")] + [f"{s['cv']:.1%}", str(s["n"])]
-            rows.append((f"{title} {m['variant']}", cells))
+            rows.append((m["variant"], cells))
             section.sentences += [f"Caution, {title}, {m['variant']}: {flag}." for flag in m["flags"]]
     columns = ["median", "p90", "p95", "p99", "CV", "n"]
     section.tables.append(("Milliseconds; percentiles by trtexec's rule", columns, rows))

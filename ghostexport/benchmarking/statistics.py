@@ -86,6 +86,19 @@ def paired_ratio(numerator: Rounds, denominator: Rounds, seed: int = 0) -> Inter
     return Interval(math.exp(interval.value), math.exp(interval.low), math.exp(interval.high))
 
 
+def unpaired_ratio(numerator: Rounds, denominator: Rounds, seed: int = 0) -> Interval:
+    """As :func:`paired_ratio` for two separate runs: geometric means, their rounds resampled independently."""
+    generator = np.random.default_rng(seed)
+    means = []
+    for rounds in (numerator, denominator):
+        logs = np.log(round_medians(rounds))
+        draws = logs[generator.integers(0, len(logs), (RESAMPLES, len(logs)))].mean(axis=1)
+        means.append((float(logs.mean()), draws))
+    (one, one_draws), (two, two_draws) = means
+    low, high = np.quantile(one_draws - two_draws, (0.025, 0.975))
+    return Interval(math.exp(one - two), math.exp(float(low)), math.exp(float(high)))
+
+
 def paired_difference(a: Rounds, b: Rounds, seed: int = 0) -> Interval:
     """Mean over rounds of ``a - b``, with its interval; unit of the samples."""
     return _bootstrap_mean(round_medians(a) - round_medians(b), seed)

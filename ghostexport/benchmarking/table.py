@@ -9,6 +9,7 @@ import numpy as np
 
 from ghostexport.benchmarking.measuring import Cell
 
+#: A label and one cell per column; without cells it is a heading over the rows below.
 Row = tuple[str, list[str]]
 
 #: Shown first of each kind: the longest prefill and the longest past are what users quote.
@@ -25,12 +26,12 @@ def speed_rows(bench: Mapping[str, Any], variants: Sequence[str]) -> list[Row]:
     """Per workload and metric: the medians in ms, and the speed-up over dense with its interval and share of ideal."""
     medians = {(m["workload"], m["metric"], m["variant"]): m for m in bench["measurements"]}
     against = {(c["workload"], c["metric"], c["variant"]): c for c in bench["comparisons"] if c["against"] == "dense"}
-    rows = []
+    rows: list[Row] = []
     for workload, metric in dict.fromkeys((m["workload"], m["metric"]) for m in bench["measurements"]):
         kind = workload.split("-")[0]
         found = [medians.get((workload, metric, v)) for v in variants]
-        label = f"{workload}: {_METRIC_NAMES[kind, metric]}"
-        rows.append((label, [f"{m['summary']['median'] * 1e3:.2f}" if m else "" for m in found]))
+        rows.append((f"{workload}: {_METRIC_NAMES[kind, metric]}", []))
+        rows.append(("median", [f"{m['summary']['median'] * 1e3:.2f}" if m else "" for m in found]))
         rows.append(("speed-up over dense", [_speedup(against.get((workload, metric, v))) for v in variants]))
         if any(against.get((workload, metric, v), {}).get("of_ideal") for v in variants):
             rows.append(("of the ideal", [_of_ideal(against.get((workload, metric, v))) for v in variants]))
@@ -86,6 +87,21 @@ def live_rows(cells: Sequence[Cell]) -> list[Row]:
         label = f"{workload}: {_METRIC_NAMES[workload.split('-')[0], metric]}"
         rows.append((label, [f"{np.median(v) * 1e3:.2f}" if v else "" for v in values]))
     return rows
+
+
+def summary_cells(bench: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Variant -> column -> text: the few figures that the table of a run shows."""
+    top = headline(bench)
+    first_prefill = next((w["name"] for w in bench["workloads"] if w["kind"] == "prefill"), None)
+    shown = {k: v for k, v in ((top, "decode ms"), ((first_prefill, "seconds"), "prefill ms")) if k}
+    cells: dict[str, dict[str, str]] = {v: {} for v in bench["variants"]}
+    for m in bench["measurements"]:
+        if (column := shown.get((m["workload"], m["metric"]))) is not None:
+            cells[m["variant"]][column] = f"{m['summary']['median'] * 1e3:.1f}"
+    for c in bench["comparisons"]:
+        if (c["workload"], c["metric"]) == top and c["against"] == "dense":
+            cells[c["variant"]]["speed-up"] = _speedup(c)
+    return cells
 
 
 def headline(bench: Mapping[str, Any]) -> tuple[str, str] | None:

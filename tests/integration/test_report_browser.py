@@ -41,9 +41,8 @@ def test_report_opens_cleanly(report, page, width):
         if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
     ]
     assert bad == []
-    sizes = page.evaluate(
-        "[...document.querySelectorAll('figure.plot svg')].map(s => [s.clientWidth, s.clientHeight, s.childElementCount])"
-    )
+    svgs = "[...document.querySelectorAll('figure.plot svg')]"
+    sizes = page.evaluate(f"{svgs}.map(s => [s.clientWidth, s.clientHeight, s.childElementCount])")
     assert len(sizes) == PLOTS
     assert all(w > 300 and h > 60 and children for w, h, children in sizes)
     # nothing sticks out of the page: only tables and code scroll, inside themselves

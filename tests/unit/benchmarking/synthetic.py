@@ -61,7 +61,7 @@ class SyntheticSession:
 
     def timed_forward(self, input_ids, cache):
         assert input_ids.dtype == np.int64 and input_ids.shape[0] == cache.batch
-        assert 0 <= input_ids.min() and input_ids.max() < VOCABULARY
+        assert input_ids.min() >= 0 and input_ids.max() < VOCABULARY
         seconds = self._seconds(input_ids.shape[1], cache.length) * (
             1 + self._noise * self._generator.standard_normal()
         )
@@ -104,7 +104,7 @@ def facts(blocks: int = 10) -> VariantFacts:
 
 
 def write_run(folder: Path, removed: int = 7, seed: int = 0) -> Path:
-    """A run folder of a 30-block model, measured with synthetic sessions whose costs resemble SmolLM2's on two cores."""
+    """A run folder of a 30-block model, measured with synthetic sessions that cost about what SmolLM2 costs."""
     from ghostexport.benchmarking import bench
     from ghostexport.operators import Operator, OperatorSet
     from ghostexport.plan import PrunePlan

@@ -1,0 +1,133 @@
+"""The bench stage: quality and speed of every engine of a run that can run here, and the report."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ghostexport import runtimes
+from ghostexport.benchmarking.benchmark import bench
+from ghostexport.benchmarking.facts import read_facts
+from ghostexport.benchmarking.ideal import VariantFacts
+from ghostexport.benchmarking.quality import engine_quality
+from ghostexport.benchmarking.report import write_report
+from ghostexport.benchmarking.table import summary_cells
+from ghostexport.calibration import load as load_calibration
+from ghostexport.errors import RuntimeUnavailableError
+from ghostexport.models import resolve_source
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import Execution, Recipe
+from ghostexport.runfolder import RunFolder, write_json
+from ghostexport.runtimes.base import EngineFile, Runtime
+from ghostexport.runtimes.sidecar import read_sidecar
+
+
+def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Measures every runtime of the recipe that can run here, and returns the files it wrote.
+
+    Raises:
+        RuntimeUnavailableError: none of the recipe's runtimes can run on this machine.
+        RunFolderError: an artefact is missing or was edited.
+    """
+    plan = PrunePlan.from_json(json.loads(folder.require(folder.plan_path, "select").read_text(encoding="utf-8")))
+    heads = _query_heads(recipe, execution)
+    facts = {v: _facts(folder, plan, v, heads) for v in recipe.variants}
+    usable, reasons = _usable(recipe)
+    for reason in reasons:
+        execution.say(f"bench: {reason}")
+    if not usable:
+        raise RuntimeUnavailableError(
+            "None of this run's engines can be executed here.\n" + "\n".join(reasons),
+            "Copy the run folder to a machine with the device, or add --runtime onnxruntime.",
+        )
+    quality = _quality(folder, recipe, usable, facts, execution)
+    quality_path = folder.path / "eval.json"
+    write_json(quality_path, quality)
+    written = [quality_path]
+    for name, runtime in usable.items():
+        engines = _engines(folder, recipe, name)
+        report = bench(
+            {v: functools.partial(runtime.load, engine, execution) for v, engine in engines.items()},
+            engines,
+            facts,
+            recipe.bench,
+            execution,
+            parity=_parity(folder),
+            recipe_sha256=recipe.sha256,
+        ).to_json()
+        report["summary"] = summary_cells(report)
+        path = folder.path / "bench" / f"{name}.json"
+        write_json(path, report)
+        written.append(path)
+    try:
+        write_report(folder.path)
+    except RuntimeUnavailableError as error:
+        execution.say(f"report.html was not written: {error.message} {error.remedy}")
+    return written
+
+
+def _facts(folder: RunFolder, plan: PrunePlan, variant: str, query_heads: int | None) -> VariantFacts:
+    blocks = plan.num_blocks if variant == "dense" else len(plan.kept)
+    graph = folder.require(folder.graph_path(variant), "export" if variant == "dense" else "surgery")
+    return read_facts(graph, blocks, query_heads)
+
+
+def _query_heads(recipe: Recipe, execution: Execution) -> int | None:
+    """Query heads of a block from the model's config; None leaves attention out of the FLOPs."""
+    config = resolve_source(recipe.model.source, recipe.model.revision, execution) / "config.json"
+    heads = json.loads(config.read_text(encoding="utf-8")).get("num_attention_heads") if config.exists() else None
+    return heads if isinstance(heads, int) else None
+
+
+def _usable(recipe: Recipe) -> tuple[dict[str, Runtime], list[str]]:
+    usable, reasons = {}, []
+    for name in recipe.build.runtimes:
+        found = runtimes.RUNTIMES[name].availability()
+        if found.run:
+            usable[name] = runtimes.RUNTIMES[name]
+        else:
+            reasons.append(f"{name} engines are not measured: {found.reason}")
+    return usable, reasons
+
+
+def _engines(folder: RunFolder, recipe: Recipe, runtime: str) -> dict[str, EngineFile]:
+    sidecars = {v: folder.engine_path(runtime, v) for v in recipe.variants}
+    return {
+        v: read_sidecar(folder.require(path.with_name(f"{path.name}.json"), "build engine"))
+        for v, path in sidecars.items()
+    }
+
+
+def _quality(
+    folder: RunFolder,
+    recipe: Recipe,
+    usable: Mapping[str, Runtime],
+    facts: Mapping[str, VariantFacts],
+    execution: Execution,
+) -> dict[str, Any]:
+    """Perplexity, KL and top-1 of the engines of every usable runtime; the first one is the run's headline."""
+    _, held_out = load_calibration(folder.require(folder.calibration_path, "calibrate"))
+    by_runtime = {}
+    for name, runtime in usable.items():
+        engines = _engines(folder, recipe, name)
+        loaders = {v: functools.partial(runtime.load, engine, execution) for v, engine in engines.items()}
+        by_runtime[name] = engine_quality(
+            loaders, held_out, recipe.bench.eval_tokens, recipe.build.max_tokens, execution
+        )
+    first = next(iter(by_runtime))
+    sizes = {
+        v: {"blocks": f.blocks, "parameters": f.parameters, "weight_bytes": f.weight_bytes} for v, f in facts.items()
+    }
+    return {"runtime": first, **by_runtime[first], "sizes": sizes, "runtimes": by_runtime}
+
+
+def _parity(folder: RunFolder) -> dict[str, bool]:
+    """Variant -> whether its graph agreed with PyTorch; the verify stage stops a run that does not."""
+    path = folder.path / "parity.json"
+    if not path.exists():
+        return {}
+    reports = json.loads(path.read_text(encoding="utf-8"))
+    return {variant: bool(report.get("passed", True)) for variant, report in reports.items()}
