@@ -239,15 +239,12 @@ class _Work:
         if inputs != [t.name for t in self.interface.inputs]:
             raise self._error(f"the parser made other inputs than the graph has: {inputs}")
         layers = [network.get_layer(i).name for i in range(network.num_layers)]
-        spliced = [
-            f"ghost.{b}.matmul" for b in sorted({name.split(".")[1] for name in self.interface.spliced}, key=int)
-        ]
-        missing = [name for name in spliced if name not in layers]
+        missing = sorted(set(self.interface.spliced_nodes) - set(layers))
         if missing:
             raise self._error(f"the parser lost the operator's layers {missing}")
         self.facts = {
             "network_layers": len(layers),
-            "operator_layers": spliced,
+            "operator_layers": list(self.interface.spliced_nodes),
             "operator_weights": {name: list(shape) for name, shape in self.interface.spliced.items()},
         }
         return network

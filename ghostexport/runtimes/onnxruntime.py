@@ -166,21 +166,6 @@ def open_graph(graph: Path) -> Any:
         ) from error
 
 
-def open_graph(graph: Path) -> Any:
-    """An ONNX Runtime session on a graph as it is, on the CPU provider: for checking, not for engines.
-
-    Raises:
-        RuntimeUnavailableError: onnxruntime is not installed, or cannot run the graph.
-    """
-    ort = _import()
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    try:
-        return ort.InferenceSession(str(graph), options, providers=[PROVIDERS["cpu"]])
-    except Exception as error:
-        raise RuntimeUnavailableError(f"ONNX Runtime's CPU provider cannot run {graph}: {error}") from error
-
-
 def _import() -> Any:
     try:
         import onnxruntime

@@ -1,4 +1,4 @@
-"""Operators as the weights of a spliced graph: ``ghost.{b}.delta`` ``[C, C]`` and ``ghost.{b}.bias`` ``[C]``."""
+"""Operators as the weights of a spliced graph: ``ghost.{b}.delta`` ``[C, C]``, ``.bias`` ``[C]``, other forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ghostexport.errors import BuildError
-from ghostexport.operators import OperatorSet
+from ghostexport.operators import Operator, OperatorSet
 
 
 def operator_weights(
@@ -18,50 +18,64 @@ def operator_weights(
 ) -> dict[str, NDArray[Any]]:
     """New values of the initializers in ``spliced``, by name, in the operators' own precision.
 
+    A dense place ``ghost.{b}.delta`` takes any operator (low-rank and diagonal ones are multiplied out); factors and a
+    diagonal take only their own form; a bias the new operator lacks becomes zero.
+
     Args:
         spliced: operator initializers of the engine: name -> shape.
-        operators: what to put there; low-rank and diagonal ones are multiplied out.
+        operators: what to put there.
         engine: for messages.
 
     Raises:
-        BuildError: the engine has no operator, or places, shapes, folds or a bias do not fit.
+        BuildError: the engine has no operator, or places, forms, shapes, folds or a bias do not fit.
     """
     if not spliced:
         raise BuildError(f"{engine} has no operator to swap.", "Swap an engine of a variant with operators.")
     places = {int(name.split(".")[1]) for name in spliced}
-    if places != set(range(len(operators.operators))):
+    if not places <= set(range(len(operators.operators))):
         raise BuildError(
-            f"{engine} has operators at boundaries {sorted(places)}, but {operators.name!r} has "
-            f"{len(operators.operators)} of them.",
+            f"{engine} has operators at boundaries {sorted(places)}, {operators.name!r} has {len(operators.operators)}.",
             "Use operators of the same plan.",
         )
-    unknown = sorted(name for name in spliced if name.split(".")[-1] not in ("delta", "bias"))
-    if unknown:
-        raise BuildError(f"{engine} holds {', '.join(unknown)}, which cannot be swapped.", "Build the variant instead.")
     weights: dict[str, NDArray[Any]] = {}
     for b, operator in enumerate(operators.operators):
-        if operator.folds:
+        prefix, offered = f"ghost.{b}.", _forms(operator)
+        own = {name.removeprefix(prefix): shape for name, shape in spliced.items() if name.startswith(prefix)}
+        needed = _stored(operator)
+        if operator.matrix is not None and "delta" in own:  # multiplied out
+            needed = {"delta"} | needed & {"bias"}
+        if operator.folds or not needed <= own.keys():
+            what = "changes weights of surviving blocks" if operator.folds else f"needs {', '.join(sorted(needed))}"
             raise BuildError(
-                f"Operator {operators.name!r} changes weights of surviving blocks; it cannot be swapped.",
+                f"Operator {operators.name!r} {what} at boundary {b}; {engine} has {', '.join(sorted(own)) or 'none'}.",
                 "Build an engine of that variant.",
             )
-        matrix, bias = operator.matrix, operator.bias
-        delta_name, bias_name = f"ghost.{b}.delta", f"ghost.{b}.bias"
-        if bias is not None and bias_name not in spliced:
-            raise BuildError(
-                f"Operator {operators.name!r} has a bias at boundary {b}, but {engine} has no place for one.",
-                "Build an engine of that variant.",
-            )
-        if matrix is not None and delta_name not in spliced:
-            raise BuildError(f"{engine} has no {delta_name}.", "Build an engine of that variant.")
-        if delta_name in spliced:
-            weights[delta_name] = np.zeros(spliced[delta_name], np.float32) if matrix is None else matrix
-        if bias_name in spliced:
-            weights[bias_name] = np.zeros(spliced[bias_name], np.float32) if bias is None else bias
+        for key, shape in own.items():
+            array = offered.get(key)
+            weights[prefix + key] = np.zeros(shape, np.float32) if array is None else array
     for name, array in weights.items():
         if array.shape != tuple(spliced[name]):
             raise BuildError(
                 f"{name} of {operators.name!r} has shape {list(array.shape)}, the engine's has {list(spliced[name])}.",
-                "Use operators fitted on the same model.",
+                "Use operators fitted on the same model, of the same rank.",
             )
     return weights
+
+
+def _forms(operator: Operator) -> dict[str, NDArray[Any] | None]:
+    """Every spelling of an operator by initializer suffix."""
+    factor_u, factor_v = operator.factors or (None, None)
+    return {
+        "delta": operator.matrix,
+        "factor_u": factor_u,
+        "factor_v": factor_v,
+        "diagonal": operator.diagonal,
+        "bias": operator.bias,
+    }
+
+
+def _stored(operator: Operator) -> set[str]:
+    """The suffixes under which the operator is stored."""
+    fields = {"delta": operator.delta, "diagonal": operator.diagonal, "bias": operator.bias}
+    stored = {key for key, array in fields.items() if array is not None}
+    return stored | ({"factor_u", "factor_v"} if operator.factors is not None else set())
