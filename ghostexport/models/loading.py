@@ -56,6 +56,11 @@ class LoadedModel:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
+    def max_length(self) -> int | None:
+        """Positions the model has; None when its configuration does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device  # type: ignore[no-any-return]
 

@@ -1,0 +1,126 @@
+"""Quality of a language model against text and against the dense model, accumulated window by window.
+
+Logits are arrays from anywhere (PyTorch, ONNX Runtime, an engine); nothing of vocabulary size is kept between calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ghostexport.calibration import CalibrationSet
+from ghostexport.recipe import Execution
+
+#: Rows of logits turned into float64 log-probabilities at once: 256 x 150k x 8 B = 300 MB at the largest vocabularies.
+ROWS = 256
+
+#: ``(B, T)`` int64 token ids and mask to ``(B, T, V)`` logits, as a NumPy array or tensor.
+Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What was measured.
+
+    Attributes:
+        perplexity: ``exp`` of the mean negative log-likelihood of the next token.
+        mean_kl: mean over positions of ``KL(dense || model)`` in nats; None without a reference.
+        top1_agreement: share of positions where both models prefer the same next token; None without a reference.
+        tokens: predicted positions.
+    """
+
+    perplexity: float
+    mean_kl: float | None
+    top1_agreement: float | None
+    tokens: int
+
+
+class QualityMeter:
+    """Accumulates :class:`Quality` over windows of text."""
+
+    def __init__(self) -> None:
+        self._nll = self._kl = 0.0
+        self._agree = self._tokens = self._compared = 0
+
+    def add(self, logits: Any, tokens: Any, mask: Any = None, reference: Any = None) -> None:
+        """Adds windows.
+
+        Args:
+            logits: ``(B, T, V)``; position t predicts token t + 1, the last position predicts nothing.
+            tokens: ``(B, T)`` token ids.
+            mask: ``(B, T)``, 0 where padded; a position counts when it and the token it predicts are real.
+            reference: the dense model's logits of the same windows, for KL and agreement.
+        """
+        tokens = torch.as_tensor(tokens)
+        counted = torch.ones_like(tokens, dtype=torch.bool) if mask is None else torch.as_tensor(mask) != 0
+        counted = counted[:, :-1] & counted[:, 1:]
+        targets = tokens[:, 1:][counted]
+        pairs = zip(_rows(logits, counted), targets.split(ROWS), _rows(reference, counted), strict=False)
+        for rows, wanted, dense in pairs:
+            log_q = rows.double().log_softmax(1)  # [n, V]
+            self._nll -= float(log_q.gather(1, wanted[:, None].to(log_q.device)).sum())
+            self._tokens += len(wanted)
+            if dense is not None:
+                log_p = dense.double().log_softmax(1).to(log_q.device)
+                self._kl += float((log_p.exp() * (log_p - log_q)).sum())
+                self._agree += int((log_p.argmax(1) == log_q.argmax(1)).sum())
+                self._compared += len(wanted)
+
+    def result(self) -> Quality:
+        """Figures over everything added so far (NaN perplexity when nothing was)."""
+        return Quality(
+            math.exp(self._nll / self._tokens) if self._tokens else math.nan,
+            self._kl / self._compared if self._compared else None,
+            self._agree / self._compared if self._compared else None,
+            self._tokens,
+        )
+
+
+def evaluate(
+    models: Mapping[str, Forward],
+    windows: CalibrationSet,
+    reference: str | None = None,
+    execution: Execution | None = None,
+) -> dict[str, Quality]:
+    """Measures several models on the same windows, one window at a time.
+
+    Args:
+        models: name to forward function (:func:`torch_forward`, or one around a runtime's session).
+        windows: held-out text.
+        reference: name of the model that the others are compared with; it is compared with itself too (KL 0).
+        execution: receives progress.
+    """
+    execution = execution or Execution()
+    meters = {name: QualityMeter() for name in models}
+    for batch in windows.batches(tokens=1):
+        logits = {name: forward(batch.input_ids, batch.attention_mask) for name, forward in models.items()}
+        for name, meter in meters.items():
+            meter.add(logits[name], batch.input_ids, batch.mask, None if reference is None else logits[reference])
+        execution.progress("evaluate", batch.sequences.stop, len(windows))
+    return {name: meter.result() for name, meter in meters.items()}
+
+
+def torch_forward(model: Any) -> Forward:
+    """The forward function of a PyTorch model: no gradients, no cache."""
+
+    def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        device = next(model.parameters()).device
+        mask = None if attention_mask is None else attention_mask.to(device)
+        with torch.no_grad():
+            logits: torch.Tensor = model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False).logits
+        return logits
+
+    return forward
+
+
+def _rows(logits: Any, counted: torch.Tensor) -> Iterator[Any]:
+    """The counted positions of ``(B, T, V)`` logits as ``[<= ROWS, V]`` chunks; endless Nones without logits."""
+    if logits is None:
+        while True:
+            yield None
+    values = torch.as_tensor(logits)
+    yield from values[:, :-1][counted.to(values.device)].split(ROWS)

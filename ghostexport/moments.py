@@ -1,0 +1,186 @@
+"""Streaming statistics of a boundary: what a fit needs of the activations, in memory independent of their number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ghostexport.errors import CalibrationError
+
+#: Half of float16's largest number: beyond it the next addition to the stream may overflow.
+FLOAT16_LIMIT = 3e4
+
+
+def require_finite(x: torch.Tensor, point: int) -> None:
+    """Checks residual values ``x_l``, ``l = point``, of any shape.
+
+    Raises:
+        CalibrationError: NaN or infinity; or float16 values near its range's end.
+    """
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    if not largest < float("inf"):  # NaN compares false
+        raise CalibrationError(
+            f"The residual stream before block {point} holds NaN or infinity ({x.dtype}).",
+            "Use --dtype bfloat16 or float32, and check the model's weights.",
+        )
+    if x.dtype == torch.float16 and largest > FLOAT16_LIMIT:
+        raise CalibrationError(
+            f"The residual stream before block {point} reaches {largest:.0f}, too near float16's limit of 65504.",
+            "Use --dtype bfloat16 or float32.",
+        )
+
+
+class BoundaryMoments:
+    """Sufficient statistics of the least-squares fits of ``Delta = X_post - X_pre`` on ``X_pre``.
+
+    Rows are tokens with weights ``w`` (1 unless given); all sums are float64 on the device of the activations.
+    ``a + b`` are the moments of the concatenated tokens, so folds and ranks add up.
+
+    Attributes:
+        gram: ``G = X' diag(w) X`` ``[C, C]``.
+        cross: ``B = X' diag(w) Delta`` ``[C, C]``.
+        sum_x, sum_delta: ``[C]``.
+        square_delta: ``sum w ||delta||^2``.
+        weight: ``sum w``.
+        tokens: number of tokens.
+    """
+
+    def __init__(self, channels: int, device: torch.device | str = "cpu") -> None:
+        options = {"dtype": torch.float64, "device": device}
+        self.gram = torch.zeros(channels, channels, **options)  # type: ignore[call-overload]
+        self.cross = torch.zeros_like(self.gram)
+        self.sum_x = torch.zeros(channels, **options)  # type: ignore[call-overload]
+        self.sum_delta = torch.zeros_like(self.sum_x)
+        self.square_delta = 0.0
+        self.weight = 0.0
+        self.tokens = 0
+
+    def add(self, x: torch.Tensor, post: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Adds tokens.
+
+        Args:
+            x: ``X_pre`` ``[n, C]`` of any float dtype.
+            post: ``X_post`` ``[n, C]``.
+            weights: ``[n]``, non-negative; None for ones.
+        """
+        x = x.double()
+        delta = post.double() - x
+        weighted = x if weights is None else x * weights.double()[:, None]
+        self.gram.addmm_(weighted.T, x)
+        self.cross.addmm_(weighted.T, delta)
+        self.sum_x += weighted.sum(0)
+        if weights is None:
+            self.sum_delta += delta.sum(0)
+            self.square_delta += float(delta.square().sum())
+            self.weight += len(x)
+        else:
+            w = weights.double()
+            self.sum_delta += w @ delta
+            self.square_delta += float(w @ delta.square().sum(1))
+            self.weight += float(w.sum())
+        self.tokens += len(x)
+
+    def __add__(self, other: BoundaryMoments) -> BoundaryMoments:
+        total = BoundaryMoments(len(self.sum_x), self.gram.device)
+        for name in ("gram", "cross", "sum_x", "sum_delta", "square_delta", "weight", "tokens"):
+            setattr(total, name, getattr(self, name) + getattr(other, name))
+        return total
+
+    @property
+    def channels(self) -> int:
+        return len(self.sum_x)
+
+    @property
+    def square_post(self) -> float:
+        """``sum w ||x_post||^2``, from ``||x + delta||^2``."""
+        return float(self.gram.trace() + 2 * self.cross.trace()) + self.square_delta
+
+    def residual(self, M: torch.Tensor | None, b: torch.Tensor | None = None) -> float:
+        """``sum w ||delta - x M - b||^2`` from the moments alone; ``M`` ``[C, C]``, ``b`` ``[C]``, None = zero."""
+        total = torch.tensor(self.square_delta, dtype=torch.float64, device=self.gram.device)
+        if M is not None:
+            M = M.to(self.gram)
+            total = total - 2 * (M * self.cross).sum() + (M * (self.gram @ M)).sum()
+        if b is not None:
+            b = b.to(self.gram)
+            total = total - 2 * b @ self.sum_delta + self.weight * b @ b
+            total = total if M is None else total + 2 * (self.sum_x @ M) @ b
+        return max(0.0, float(total))
+
+    def nmse(self, M: torch.Tensor | None, b: torch.Tensor | None = None) -> float:
+        """:meth:`residual` over ``sum w ||delta||^2``: 1 = no operator, 0 = perfect. 0 where the blocks did nothing."""
+        return self.residual(M, b) / self.square_delta if self.square_delta else 0.0
+
+
+class MagnitudeRatios:
+    """Channel-wise magnitude change across a boundary, in the basis ``z = x H`` (LinearPatch).
+
+    Attributes:
+        basis: ``H`` ``[C, C]`` float32, or None for the channels themselves.
+        sum_ratios: ``[C]``, sum over sequences of ``mean_t |z_post| / mean_t |z_pre|``.
+        sum_pre, sum_post: ``[C]``, sums over sequences of ``mean_t |z|``.
+        sequences: number of sequences.
+    """
+
+    def __init__(self, channels: int, basis: torch.Tensor | None = None, device: torch.device | str = "cpu") -> None:
+        self.basis = None if basis is None else basis.to(device)
+        self.sum_ratios = torch.zeros(channels, dtype=torch.float64, device=device)
+        self.sum_pre = torch.zeros_like(self.sum_ratios)
+        self.sum_post = torch.zeros_like(self.sum_ratios)
+        self.sequences = 0
+
+    def add(self, x: torch.Tensor, post: torch.Tensor) -> None:
+        """Adds one sequence: its real tokens ``[n, C]`` before and after."""
+        pre_mean, post_mean = self._mean(x), self._mean(post)
+        self.sum_ratios += post_mean / pre_mean
+        self.sum_pre += pre_mean
+        self.sum_post += post_mean
+        self.sequences += 1
+
+    def _mean(self, x: torch.Tensor) -> torch.Tensor:
+        z = x.float() if self.basis is None else x.float() @ self.basis
+        return z.abs().mean(0, dtype=torch.float64)
+
+    @property
+    def mean_of_ratios(self) -> torch.Tensor:
+        """``d`` ``[C]``: mean over sequences of the ratio (LinearPatch as published in code)."""
+        return self.sum_ratios / self.sequences
+
+    @property
+    def ratio_of_means(self) -> torch.Tensor:
+        """``d`` ``[C]``: ratio of the means over all sequences (LinearPatch as defined in the paper)."""
+        return self.sum_post / self.sum_pre
+
+
+@dataclass
+class TokenSample:
+    """Every ``stride``-th token, kept as float32 on the CPU: at most ``limit`` of ``total``.
+
+    Means over tokens of something that is not quadratic (a relative error) cannot come from moments; a sample of fixed
+    size gives them in bounded memory.
+    """
+
+    total: int
+    limit: int = 4096
+
+    def __post_init__(self) -> None:
+        self.stride = max(1, -(-self.total // self.limit))
+        self._seen = 0
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, x: torch.Tensor, post: torch.Tensor) -> None:
+        """Offers tokens ``[n, C]`` before and after."""
+        rows = slice(-self._seen % self.stride, None, self.stride)
+        self._seen += len(x)
+        self._kept.append((x[rows].float().cpu(), post[rows].float().cpu()))
+
+    @property
+    def pre(self) -> torch.Tensor:
+        """``[n, C]``"""
+        return torch.cat([x for x, _ in self._kept])
+
+    @property
+    def post(self) -> torch.Tensor:
+        """``[n, C]``"""
+        return torch.cat([post for _, post in self._kept])
