@@ -73,8 +73,8 @@ class RunComparison:
             label = f"{line.variant}, {line.workload} {line.metric}, ms"
             result.append((label, [f"{line.a * 1e3:.2f}", f"{line.b * 1e3:.2f}", ratio, line.verdict]))
         for variant, (one, two) in self.quality.items():
-            for key in [k for k in one if k in two]:
-                result.append((f"{variant}, {key}", [f"{one[key]:.4g}", f"{two[key]:.4g}", "", ""]))
+            shared = [key for key in one if key in two]
+            result += [(f"{variant}, {key}", [f"{one[key]:.4g}", f"{two[key]:.4g}", "", ""]) for key in shared]
         return result
 
 
@@ -92,7 +92,7 @@ def compare(a: Path, b: Path, runtime: str | None = None) -> RunComparison:
     common = [r for r in one.benches if r in two.benches and runtime in (None, r)]
     if not common:
         raise RunFolderError(
-            f"{a} and {b} have no figures of {runtime or 'a common runtime'}: {list(one.benches)}, {list(two.benches)}.",
+            f"{a} and {b} have no figures of {runtime or 'a common runtime'}.",
             f"Measure both with the same runtime: ghostexport bench {a}",
         )
     x, y = one.benches[common[0]], two.benches[common[0]]
