@@ -51,6 +51,6 @@ def _widened(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     return ir.LazyTensor(
         lambda: ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name),
         dtype=ir.DataType.FLOAT,
-        shape=ir.Shape(tensor.shape),
+        shape=ir.Shape([int(str(dim)) for dim in tensor.shape]),
         name=tensor.name,
     )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ghostexport.errors import ParityError, RuntimeUnavailableError
+from ghostexport.errors import ParityError
 from ghostexport.float32_twin import write_float32_twin
 from ghostexport.kv_names import pair_kv, parse_kv_name
 from ghostexport.models.stepping import cache_tensors, step
@@ -47,6 +47,11 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "float16": Tolerance(relative=0.15, kl=2e-3),
 }
 
+_BFLOAT16_NOTE = (
+    "ONNX Runtime has no bfloat16 kernels on the CPU: both sides were widened to float32 and compared there; "
+    "bfloat16 rounding was not checked."
+)
+
 
 @dataclass(frozen=True)
 class OutputParity:
@@ -57,7 +62,7 @@ class OutputParity:
         output: name in the graph.
         max_abs: largest absolute error.
         relative: ``max_abs`` over the standard deviation of the reference output.
-        kl, top1: of the next-token distributions: mean KL in nats, share of equal most likely tokens; None but for logits.
+        kl, top1: of the next-token distributions: mean KL in nats, share of equal first choices; None but for logits.
         passed: within tolerance.
     """
 
@@ -111,9 +116,7 @@ class ParityReport:
         return {"passed": self.passed, "worst_relative": self.worst_relative, "worst_kl": self.worst_kl} | asdict(self)
 
 
-def verify(
-    model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None
-) -> ParityReport:
+def verify(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None) -> ParityReport:
     """Compares ``graph`` on ONNX Runtime's CPU provider with ``model``.
 
     Args:
@@ -141,9 +144,7 @@ def verify(
     return report
 
 
-def compare(
-    model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None
-) -> ParityReport:
+def compare(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None) -> ParityReport:
     """As :func:`verify`, but a difference is a value in the report, not an exception."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     reference = f"PyTorch {type(model).__name__}, {dtype}"
@@ -154,26 +155,21 @@ def compare(
     if dtype == "bfloat16":
         with tempfile.TemporaryDirectory() as folder:
             twin = write_float32_twin(graph, Path(folder))
-            outputs, tolerance = _compare_all(copy.deepcopy(model).float(), twin, tokens, TOLERANCES["float32"])
-        note = "ONNX Runtime has no bfloat16 kernels on the CPU: both sides were widened to float32 and compared there; "
-        note += "bfloat16 rounding was not checked."
-        dtype_used = "float32"
+            outputs = _compare_all(copy.deepcopy(model).float(), twin, tokens, TOLERANCES["float32"])
+        computed_in, note = "float32", _BFLOAT16_NOTE
     else:
-        outputs, tolerance = _compare_all(model, graph, tokens, TOLERANCES[dtype])
-        note, dtype_used = "", dtype
+        outputs = _compare_all(model, graph, tokens, TOLERANCES[dtype])
+        computed_in, note = dtype, ""
     first = next((output for output in outputs if not output.passed), None)
-    return ParityReport(reference, candidate, dtype, dtype_used, tolerance, outputs, first, note)
+    return ParityReport(reference, candidate, dtype, computed_in, TOLERANCES[computed_in], outputs, first, note)
 
 
-def _compare_all(
-    model: Any, graph: Path, tokens: NDArray[np.int64], tolerance: Tolerance
-) -> tuple[tuple[OutputParity, ...], Tolerance]:
-    candidate = GraphRun(graph)
-    rows = []
-    for feed, expected, actual in _feeds(model, candidate, tokens):
-        for name in sorted(expected, key=_depth):
-            rows.append(_measure(feed, name, expected[name], actual[name], tolerance))
-    return tuple(rows), tolerance
+def _compare_all(model: Any, graph: Path, tokens: NDArray[np.int64], tolerance: Tolerance) -> tuple[OutputParity, ...]:
+    return tuple(
+        _measure(feed, name, expected[name], actual[name], tolerance)
+        for feed, expected, actual in _feeds(model, GraphRun(graph), tokens)
+        for name in sorted(expected, key=_depth)
+    )
 
 
 def _feeds(
@@ -193,9 +189,7 @@ def _feeds(
             yield feed, *_without_padding(expected, outputs, attended)
 
 
-def _torch_step(
-    model: Any, ids: NDArray[np.int64], cache: Any, mask: NDArray[np.int64]
-) -> tuple[NDArray[Any], Any]:
+def _torch_step(model: Any, ids: NDArray[np.int64], cache: Any, mask: NDArray[np.int64]) -> tuple[NDArray[Any], Any]:
     device = next(model.parameters()).device
     inputs, attended = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (ids, mask))
     logits, cache = step(model, inputs, cache, attended)
@@ -221,9 +215,7 @@ def _without_padding(
     return left, right
 
 
-def _measure(
-    feed: str, name: str, expected: NDArray[Any], actual: NDArray[Any], tolerance: Tolerance
-) -> OutputParity:
+def _measure(feed: str, name: str, expected: NDArray[Any], actual: NDArray[Any], tolerance: Tolerance) -> OutputParity:
     with np.errstate(invalid="ignore"):
         error = float(np.abs(expected.astype(np.float64) - actual).max())
     relative = error / max(float(expected.std(dtype=np.float64)), 1e-12)

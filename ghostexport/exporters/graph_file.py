@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,8 @@ import onnx_ir as ir
 from ghostexport.errors import ExportError, RunFolderError
 from ghostexport.kv_names import group_by_block, pair_kv, parse_kv_name
 from ghostexport.runfolder import require_space, sha256_file
+
+_PACKAGES = {"transformers": "transformers", "optimum": "optimum-onnx"}
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def write_graph(model: ir.Model, target: Path, *, producer: str, hidden_size: in
     Raises:
         RunFolderError: no disk space, or the folder is not writable.
     """
+    model.producer_name, model.producer_version = producer, importlib.metadata.version(_PACKAGES[producer])
     temporary = target.with_name(f".{target.name}.tmp")
     data = data_path(target)
     try:
@@ -125,8 +129,9 @@ def weight_bytes(model: ir.Model) -> int:
 
 def stream_dtype(graph: ir.Graph) -> str:
     """Dtype of the KV cache, which is that of the residual stream."""
-    value = next(value for value in graph.inputs if parse_kv_name(value.name or ""))
-    return {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}[value.dtype]
+    dtype = next(value.dtype for value in graph.inputs if parse_kv_name(value.name or ""))
+    assert dtype is not None
+    return str(dtype.numpy())
 
 
 def _names(values: Sequence[ir.Value]) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
-import warnings
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import onnx_ir as ir
 
 from ghostexport.errors import ExportError
 from ghostexport.exporters.graph_file import OnnxGraphFile, check_interface, write_graph
+from ghostexport.exporters.quiet import quiet
 from ghostexport.exporters.simplify import simplify
 from ghostexport.recipe import Execution
 from ghostexport.surgery.canonical import canonicalise
@@ -31,7 +30,7 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
 
     num_blocks = len(find_blocks(model))
     execution.progress("export", 0, 3)
-    with _on_cpu(model), _quiet():
+    with _on_cpu(model), quiet(*_NOISY_LOGGERS):
         try:
             exported = _trace(model, opset)
         except ExportError:
@@ -51,25 +50,26 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
         )
     execution.progress("export", 2, 3)
     hidden_size = int(model.config.get_text_config().hidden_size)
-    written = write_graph(
-        exported, output, producer="transformers", hidden_size=hidden_size, num_blocks=num_blocks
-    )
+    written = write_graph(exported, output, producer="transformers", hidden_size=hidden_size, num_blocks=num_blocks)
     execution.progress("export", 3, 3)
     return written
 
 
 def _trace(model: Any, opset: int) -> ir.Model:
     import torch
-    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
+    hugging_face = importlib.import_module("transformers.exporters")
     inputs = sample_inputs(model)
-    config = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(inputs), opset_version=opset, optimize=False)
+    config = hugging_face.OnnxConfig(
+        dynamic=True, dynamic_shapes=_dynamic_shapes(inputs), opset_version=opset, optimize=False
+    )
     hook = model.register_forward_pre_hook(_link_lengths, with_kwargs=True)
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return OnnxExporter().export(model, inputs, config=config).program
+            program: ir.Model = hugging_face.OnnxExporter().export(model, inputs, config=config).program
+            return program
     finally:
         hook.remove()
         model.train(training)
@@ -78,11 +78,14 @@ def _trace(model: Any, opset: int) -> ir.Model:
 def sample_inputs(model: Any) -> dict[str, Any]:
     """Forward arguments of a step after a cache: ids and positions ``[2, 4]``, mask ``[2, 7]``, cache of 3 tokens."""
     import torch
+    from transformers.cache_utils import DynamicCache
+
     from ghostexport.models.stepping import accepts, cache_argument, cache_tensors, step
 
     vocab_size = int(model.config.get_text_config().vocab_size)
     ids = torch.arange(BATCH * (PAST + TOKENS)).reshape(BATCH, -1) % vocab_size
-    _, cache = step(model, ids[:, :PAST])
+    # a cache without the model's configuration keeps every token in every block, sliding-window ones included
+    _, cache = step(model, ids[:, :PAST], DynamicCache())
     try:
         cache_tensors(cache)
     except (AttributeError, TypeError) as error:
@@ -102,18 +105,21 @@ def _dynamic_shapes(inputs: dict[str, Any]) -> dict[str, Any]:
     """Only batch and lengths vary; marking heads and head size too would have the tracer reason about them."""
     import torch
     from torch.export import Dim
+
     from ghostexport.models.stepping import cache_tensors
 
-    two_axes = {0: Dim.AUTO, 1: Dim.AUTO}
-    return {
-        name: two_axes if isinstance(value, torch.Tensor) else [{0: Dim.AUTO, 2: Dim.AUTO}] * 2 * len(cache_tensors(value))
-        for name, value in inputs.items()
-    }
+    def varying(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {0: Dim.AUTO, 1: Dim.AUTO}
+        return [{0: Dim.AUTO, 2: Dim.AUTO}] * 2 * len(cache_tensors(value))
+
+    return {name: varying(value) for name, value in inputs.items()}
 
 
 def _link_lengths(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tells the tracer which axes are equal: one symbol per length instead of two per block, which is also faster."""
     import torch
+
     from ghostexport.models.stepping import cache_argument, cache_tensors
 
     batch, tokens = kwargs["input_ids"].shape
@@ -145,19 +151,3 @@ def _on_cpu(model: Any) -> Iterator[None]:
         yield
     finally:
         model.to(device)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the exporter's progress lines and version warnings off the terminal; restores everything."""
-    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -9,7 +9,7 @@ import torch
 
 
 def cache_argument(model: Any) -> str:
-    """The name under which ``model.forward`` takes the KV cache: ``cache``, or ``past_key_values`` in older releases."""
+    """The name under which ``model.forward`` takes the KV cache: ``cache``, in older releases ``past_key_values``."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -41,7 +41,7 @@ def step(
     if cache is not None:
         arguments[cache_argument(model)] = cache
     output = model(**arguments)
-    return output.logits, output["cache"] if "cache" in output else output.past_key_values
+    return output.logits, output[cache_argument(model)]
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
