@@ -31,27 +31,40 @@ def require_finite(x: torch.Tensor, point: int) -> None:
         )
 
 
+#: Keeps the weight of a token of zero magnitude finite; small beside the mean square of any real residual value.
+WEIGHT_FLOOR = 1e-6
+
+
+def token_weights(post: torch.Tensor) -> torch.Tensor:
+    """``w = 1 / (||x_post||^2 / C + 1e-6)`` ``[n]`` float64 of ``post`` ``[n, C]``.
+
+    Squared errors so weighted are relative: what an RMSNorm, which divides each token by its magnitude, lets through.
+    """
+    return 1 / (post.double().square().mean(1) + WEIGHT_FLOOR)
+
+
 class BoundaryMoments:
-    """Sufficient statistics of the least-squares fits of ``Delta = X_post - X_pre`` on ``X_pre``.
+    """Sufficient statistics of the least-squares fits of ``Delta = X_post - X_pre`` on ``X_pre``, or on any regressors.
 
     Rows are tokens with weights ``w`` (1 unless given); all sums are float64 on the device of the activations.
     ``a + b`` are the moments of the concatenated tokens, so folds and ranks add up.
 
     Attributes:
-        gram: ``G = X' diag(w) X`` ``[C, C]``.
-        cross: ``B = X' diag(w) Delta`` ``[C, C]``.
-        sum_x, sum_delta: ``[C]``.
+        gram: ``G = X' diag(w) X`` ``[R, R]``; ``R = C`` for the stream itself.
+        cross: ``B = X' diag(w) Delta`` ``[R, C]``.
+        sum_x, sum_delta: ``[R]`` and ``[C]``.
         square_delta: ``sum w ||delta||^2``.
         weight: ``sum w``.
         tokens: number of tokens.
     """
 
-    def __init__(self, channels: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, channels: int, device: torch.device | str = "cpu", regressors: int | None = None) -> None:
         options = {"dtype": torch.float64, "device": device}
-        self.gram = torch.zeros(channels, channels, **options)  # type: ignore[call-overload]
-        self.cross = torch.zeros_like(self.gram)
-        self.sum_x = torch.zeros(channels, **options)  # type: ignore[call-overload]
-        self.sum_delta = torch.zeros_like(self.sum_x)
+        rows = channels if regressors is None else regressors
+        self.gram = torch.zeros(rows, rows, **options)  # type: ignore[call-overload]
+        self.cross = torch.zeros(rows, channels, **options)  # type: ignore[call-overload]
+        self.sum_x = torch.zeros(rows, **options)  # type: ignore[call-overload]
+        self.sum_delta = torch.zeros(channels, **options)  # type: ignore[call-overload]
         self.square_delta = 0.0
         self.weight = 0.0
         self.tokens = 0
@@ -64,8 +77,11 @@ class BoundaryMoments:
             post: ``X_post`` ``[n, C]``.
             weights: ``[n]``, non-negative; None for ones.
         """
-        x = x.double()
-        delta = post.double() - x
+        self.add_change(x, post.double() - x.double(), weights)
+
+    def add_change(self, x: torch.Tensor, delta: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Adds tokens by their regressors ``[n, R]`` and change ``[n, C]``."""
+        x, delta = x.double(), delta.double()
         weighted = x if weights is None else x * weights.double()[:, None]
         self.gram.addmm_(weighted.T, x)
         self.cross.addmm_(weighted.T, delta)
@@ -82,14 +98,14 @@ class BoundaryMoments:
         self.tokens += len(x)
 
     def __add__(self, other: BoundaryMoments) -> BoundaryMoments:
-        total = BoundaryMoments(len(self.sum_x), self.gram.device)
+        total = BoundaryMoments(self.channels, self.gram.device, len(self.sum_x))
         for name in ("gram", "cross", "sum_x", "sum_delta", "square_delta", "weight", "tokens"):
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
 
     @property
     def channels(self) -> int:
-        return len(self.sum_x)
+        return len(self.sum_delta)
 
     @property
     def square_post(self) -> float:
@@ -97,7 +113,7 @@ class BoundaryMoments:
         return float(self.gram.trace() + 2 * self.cross.trace()) + self.square_delta
 
     def residual(self, M: torch.Tensor | None, b: torch.Tensor | None = None) -> float:
-        """``sum w ||delta - x M - b||^2`` from the moments alone; ``M`` ``[C, C]``, ``b`` ``[C]``, None = zero."""
+        """``sum w ||delta - x M - b||^2`` from the moments alone; ``M`` ``[R, C]``, ``b`` ``[C]``, None = zero."""
         total = torch.tensor(self.square_delta, dtype=torch.float64, device=self.gram.device)
         if M is not None:
             M = M.to(self.gram)
