@@ -1,0 +1,75 @@
+"""SmolLM2-135M, n = 5, 7, 11: dense / pruned / linearpatch-rotate / ghost on ONNX Runtime, fp32, this CPU.
+
+    python benchmarks/bench_smollm2.py --work RUNS [--prune 5 7 11] [--source smollm2] [--sequences 64] [--length 1024]
+
+Runs the pipeline once per depth into ``RUNS/n<depth>`` (finished stages are kept), then writes per depth the bench
+JSON, ``eval.json``, the recipe and the report into ``benchmarks/results/smollm2-n<depth>/``, and the sweep over depths
+into ``benchmarks/results/smollm2-sweep.json`` and ``.html``. Run it on a quiet machine: the report flags other load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from ghostexport.benchmarking.report import render_sweep
+from ghostexport.benchmarking.sweep import collect
+from ghostexport.benchmarking.table import sentences
+from ghostexport.pipeline import run
+from ghostexport.recipe import Execution, parse_recipe
+from ghostexport.runfolder import RunFolder, write_bytes, write_json
+
+RESULTS = Path(__file__).parent / "results"
+BENCH = {"prefill_tokens": [64, 256], "decode_past": [128, 512], "decode_steps": 8, "request": [64, 16]}
+BENCH |= {"repeats": 20, "warmup": 2, "eval_tokens": 8192}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="where the run folders go (1.5 GB per depth)")
+    parser.add_argument("--prune", type=int, nargs="+", default=[5, 7, 11])
+    parser.add_argument("--source", default="smollm2", help="model: smollm2, or a local folder of it")
+    parser.add_argument("--calibration", default="demo")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=BENCH["repeats"])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    name = Path(arguments.source).name
+    folders = []
+    for depth in arguments.prune:
+        folder = RunFolder(arguments.work / f"n{depth}")
+        calibration = {k: getattr(arguments, k) for k in ("sequences", "length")} | {"source": arguments.calibration}
+        recipe = parse_recipe(
+            {
+                "model": {"source": arguments.source},
+                "calibration": calibration,
+                "select": {"prune": depth},
+                "build": {"runtimes": ["onnxruntime"], "providers": ["cpu"]},
+                "bench": BENCH | {"repeats": arguments.repeats},
+            }
+        )
+        run(recipe, folder, Execution(device="cpu", say=print), goal="bench")
+        folders.append(folder.path)
+        publish(folder.path, arguments.results / f"{name}-n{depth}")
+    sweep = collect(folders)
+    write_json(arguments.results / f"{name}-sweep.json", sweep.to_json())
+    write_bytes(arguments.results / f"{name}-sweep.html", render_sweep(sweep).encode())
+    for depth, cells in sweep.table():
+        print(f"n = {depth}: " + ", ".join(f"{v} {c}" for v, c in zip(sweep.variants, cells, strict=True)))
+
+
+def publish(run_folder: Path, target: Path) -> None:
+    """Copies what belongs into the repository: figures and recipe, not weights."""
+    import json
+
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("bench/onnxruntime.json", "eval.json", "recipe.yaml", "plan.json", "report.html"):
+        shutil.copyfile(run_folder / name, target / Path(name).name)
+    for sentence in sentences(json.loads((target / "onnxruntime.json").read_text(encoding="utf-8"))):
+        print(sentence)
+
+
+if __name__ == "__main__":
+    main()
