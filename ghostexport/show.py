@@ -32,7 +32,7 @@ def progress() -> Iterator[tuple[Callable[[str, int, int | None], None], Callabl
                 tasks[task] = bars.add_task(task, total=total)
             bars.update(tasks[task], completed=done, total=total, visible=total is None or done < total)
 
-        yield update, lambda line: _err.print(line, markup=False)
+        yield update, lambda line: _err.print(line, markup=False, soft_wrap=True)
 
 
 def print_run(path: Path, after: str | None = None) -> None:

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from ghostexport.errors import ModelLayoutError
+from ghostexport.models.quiet import hidden_progress_bars
 from ghostexport.recipe import Execution
 from ghostexport.runfolder import require_space, sha256_file, write_json
 
@@ -54,6 +55,7 @@ def convert_gguf(file: Path, execution: Execution) -> Path:
     return folder
 
 
+@hidden_progress_bars()
 def save_checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
     """Saves model and tokenizer so that both transformers 4.57 and 5 read the same rotary base and tokenizer.
 
@@ -79,6 +81,7 @@ def save_checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
             write_json(path, settings)
 
 
+@hidden_progress_bars()
 def _read(file: Path) -> tuple[Any, Any]:
     # Without dequantize transformers 5 may keep packed blocks; 4.57 has no such class and always unpacks.
     options = {}

@@ -15,6 +15,7 @@ from ghostexport.errors import ModelLayoutError, RecipeError, RuntimeUnavailable
 from ghostexport.models.blocks import check_layout, find_blocks
 from ghostexport.models.cutting import drop_blocks
 from ghostexport.models.patching import insert_operators
+from ghostexport.models.quiet import hidden_progress_bars
 from ghostexport.models.sources import resolve_source
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
@@ -84,7 +85,8 @@ def load_model(
     folder = resolve_source(source, revision, execution)
     _require_causal(folder)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        with hidden_progress_bars():
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         raise ModelLayoutError(
             f"{folder} cannot be loaded as a causal language model: {error}", "Use a decoder-only causal LM."
