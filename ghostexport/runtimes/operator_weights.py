@@ -34,7 +34,7 @@ def operator_weights(
     places = {int(name.split(".")[1]) for name in spliced}
     if not places <= set(range(len(operators.operators))):
         raise BuildError(
-            f"{engine} has operators at boundaries {sorted(places)}, {operators.name!r} has {len(operators.operators)}.",
+            f"{engine} has operators at boundaries {sorted(places)}, {operators.name!r} is for {operators.plan}.",
             "Use operators of the same plan.",
         )
     weights: dict[str, NDArray[Any]] = {}
