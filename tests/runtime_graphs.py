@@ -34,9 +34,13 @@ def model(dtype: str = "float32", **overrides: Any) -> Any:
     return tiny("llama", num_hidden_layers=BLOCKS, **overrides).to(getattr(torch, dtype))
 
 
-@cache
 def dense_graph(dtype: str = "float32", opset: int = 20) -> Path:
     """The exported model, in a folder of its own so that variants can be cut beside it."""
+    return _dense_graph(dtype, opset)
+
+
+@cache
+def _dense_graph(dtype: str, opset: int) -> Path:
     path = _folder() / f"{dtype}-{opset}" / "dense.onnx"
     path.parent.mkdir(exist_ok=True)
     export_model(model(dtype), path, opset=opset)
@@ -58,11 +62,15 @@ def operators(name: str = "ghost", seed: int = 0, spans: tuple[tuple[int, int], 
     return OperatorSet(name, tuple(made), plan)
 
 
-@cache
 def variant_graph(
     name: str, dtype: str = "float32", opset: int = 20, spans: tuple[tuple[int, int], ...] = ((1, 2),)
 ) -> Path:
     """``pruned`` or an operator's name: the graph cut (and repaired) beside the dense one."""
+    return _variant_graph(name, dtype, opset, spans)
+
+
+@cache
+def _variant_graph(name: str, dtype: str, opset: int, spans: tuple[tuple[int, int], ...]) -> Path:
     dense = dense_graph(dtype, opset)
     path = dense.with_name(f"{name}{len(spans) if len(spans) > 1 else ''}.onnx")
     operate(dense, PrunePlan.from_spans(BLOCKS, spans), None if name == "pruned" else operators(name, 0, spans), path)

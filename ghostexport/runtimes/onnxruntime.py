@@ -198,7 +198,7 @@ def _optimise(ort: Any, graph: Path, folder: Path, level: str) -> Path:
 def _explain(graph: Path, raw: str) -> BuildError:
     if "Could not find an implementation" in raw:
         remedy = "This wheel lacks a kernel for that operator and dtype: use another provider, or export in float32."
-    elif "is not a registered function/op" in raw:
+    elif "is not a registered function/op" in raw or "No Op registered for" in raw:
         remedy = "This onnxruntime does not know an operator of the graph: update it, or export with a lower opset."
     else:
         remedy = "Check the graph with: ghostexport verify"

@@ -19,7 +19,7 @@ from ghostexport.runtimes.diagnosis import explain
 from ghostexport.runtimes.nvinfer_load import create_runtime, load_plan
 from ghostexport.runtimes.nvinfer_log import capture_log
 from ghostexport.runtimes.sidecar import read_sidecar
-from tests.runtime_graphs import dense_graph, operators, variant_graph
+from tests.runtime_graphs import dense_graph, variant_graph
 from tests.unit.runtimes.test_interface import toy
 
 pytest.importorskip("tensorrt_rtx")
@@ -126,9 +126,8 @@ def test_turing_has_no_float32_kernels(tmp_path):
 
 
 def test_a_profile_that_contradicts_the_graph_is_refused_by_the_library(tmp_path):
-    # the mask is longer than past + tokens can be: the rule table links them, the graph adds one more
     graph = inconsistent_graph(tmp_path / "m.onnx")
-    with pytest.raises(BuildError) as caught:
+    with pytest.raises(BuildError, match="a profile contradicts the graph's shapes") as caught:
         build(graph, tmp_path / "out")
     assert caught.value.log and not list((tmp_path / "out").iterdir())
 
@@ -252,6 +251,7 @@ def attention_graph(path):
         num_heads=4,
         kv_num_heads=2,
     )
+
     def constant(name, shape):
         return helper.make_tensor(name, TensorProto.FLOAT, shape, np.zeros(int(np.prod(shape)), np.float32))
 
@@ -282,28 +282,24 @@ def attention_graph(path):
 
 
 def inconsistent_graph(path):
-    """Adds ``input_ids`` [batch, tokens] to ``attention_mask`` [batch, total]: they never have the same length."""
-    return toy_sum(path)
-
-
-def toy_sum(path):
+    """Adds seven numbers to ``attention_mask`` [batch, total]: no profile with another total fits."""
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         [
-            helper.make_node("Add", ["input_ids", "attention_mask"], ["sum"], name="sum"),
+            helper.make_node("Add", ["attention_mask", "seven"], ["sum"], name="sum"),
             helper.make_node("Cast", ["sum"], ["logits"], to=TensorProto.FLOAT, name="cast"),
             helper.make_node("Identity", ["past_key_values.0.key"], ["present.0.key"], name="kv"),
         ],
         "inconsistent",
         [
-            value("input_ids", TensorProto.INT64, ["batch", "tokens"]),
             value("attention_mask", TensorProto.INT64, ["batch", "total"]),
             value("past_key_values.0.key", TensorProto.FLOAT, ["batch", 2, "past", 16]),
         ],
         [
-            value("logits", TensorProto.FLOAT, ["batch", "total"]),
+            value("logits", TensorProto.FLOAT, ["batch", 7]),
             value("present.0.key", TensorProto.FLOAT, ["batch", 2, "past", 16]),
         ],
+        [helper.make_tensor("seven", TensorProto.INT64, [7], range(7))],
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
     return path
