@@ -20,9 +20,23 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 #: Names that a recipe may use. The registries (``selection``, ``recovery``, ``runtimes``) must hold exactly these;
 #: ``tests/structure`` checks it. They stand here so that a recipe is validated without importing torch.
 CRITERIA = ("streamline",)
-OPERATORS = ("ghost", "linearpatch-diag", "linearpatch-rotate")
+OPERATORS = (
+    "ghost",
+    "linearpatch-diag",
+    "linearpatch-rotate",
+    "ghost-weighted",
+    "ghost-affine",
+    "ghost-split",
+    "ghost-zero",
+)
 RUNTIMES = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 EXPORTERS = ("transformers", "optimum")
+
+#: Suffix of an operator's name: the blocks after the cut are refitted too (``ghost-weighted+refit``).
+REFIT = "+refit"
+
+#: ``--quality``: ``paper`` is the published operator, ``best`` the combination that benchmarks/results supports.
+QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": ("ghost-split+refit",)}
 
 
 class _Section(BaseModel):
@@ -52,8 +66,19 @@ class SelectSection(_Section):
 
 
 class RecoverSection(_Section):
+    """How the cut is repaired.
+
+    Attributes:
+        operators: kinds, each optionally with the suffix ``+refit``.
+        ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
+        rank: rank of their matrices; None for full.
+        refit_upstream: kept blocks before each cut that ``+refit`` also refits.
+    """
+
     operators: tuple[str, ...] = ("ghost", "linearpatch-rotate")
-    ridge: Annotated[float, Field(ge=0)] = 1e-6
+    ridge: Annotated[float, Field(ge=0)] | Literal["cv"] = 1e-6
+    rank: Annotated[int, Field(ge=1)] | None = None
+    refit_upstream: Annotated[int, Field(ge=0)] = 0
 
 
 class ExportSection(_Section):
@@ -207,7 +232,7 @@ def parse_recipe(data: Any, origin: str = "recipe") -> Recipe:
         ) from None
     require_name(recipe.select.criterion, CRITERIA, "criterion")
     for operator in recipe.recover.operators:
-        require_name(operator, OPERATORS, "operator")
+        require_name(base_operator(operator), OPERATORS, "operator")
     for runtime in recipe.build.runtimes:
         require_name(runtime, RUNTIMES, "runtime")
     for what, names in (("operators", recipe.recover.operators), ("runtimes", recipe.build.runtimes)):
@@ -238,6 +263,11 @@ def require_name(name: str, valid: Iterable[str], what: str) -> None:
         near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise RecipeError(f"Unknown {what} {name!r}.", f"{hint}Valid: {', '.join(valid)}.")
+
+
+def base_operator(name: str) -> str:
+    """The kind of an operator name, without ``+refit``."""
+    return name.removesuffix(REFIT)
 
 
 def _explain(origin: str, data: Any, error: Any) -> str:

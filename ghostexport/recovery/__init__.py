@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,18 @@ import torch
 from ghostexport.calibration import CalibrationSet
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator, OperatorSet
-from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, RecoverSection, require_name
+from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.recipe import REFIT, Execution, RecoverSection, base_operator, require_name
+from ghostexport.recovery.affine import fit_affine
+from ghostexport.recovery.cross_validation import FOLDS
 from ghostexport.recovery.ghost import fit_ghost
+from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.linearpatch import fit_diag, fit_rotate
-from ghostexport.recovery.passes import Basis, BoundaryStatistics, apply, gather, measure
+from ghostexport.recovery.passes import Basis, BoundaryStatistics, Need, apply, gather, measure, reaches_inside
+from ghostexport.recovery.refit import refit
+from ghostexport.recovery.repaired import measure_refit
+from ghostexport.recovery.split import fit_split, fit_zero
+from ghostexport.recovery.weighted import fit_weighted
 
 Fit = Callable[[BoundaryStatistics, RecoverSection], Operator]
 
@@ -27,16 +34,22 @@ class Family:
     Attributes:
         fit: from a boundary's statistics to its operator.
         bases: magnitude statistics that it needs besides the moments.
+        needs: other statistics that it needs besides the moments.
     """
 
     fit: Fit
     bases: tuple[Basis, ...] = ()
+    needs: tuple[Need, ...] = ()
 
 
 OPERATORS: dict[str, Family] = {
     "ghost": Family(fit_ghost),
     "linearpatch-diag": Family(fit_diag, bases=("identity",)),
     "linearpatch-rotate": Family(fit_rotate, bases=("hadamard",)),
+    "ghost-weighted": Family(fit_weighted, needs=("weighted",)),
+    "ghost-affine": Family(fit_affine),
+    "ghost-split": Family(fit_split, needs=("last-block",)),
+    "ghost-zero": Family(fit_zero, needs=("last-block",)),
 }
 
 
@@ -65,21 +78,66 @@ def recover(
     """
     execution = execution or Execution()
     for name in section.operators:
-        require_name(name, OPERATORS, "operator")
+        require_name(base_operator(name), OPERATORS, "operator")
     if not plan.removed:
         return {name: OperatorSet(name, (), plan, calibration.sha256) for name in section.operators}
     for tokens in (calibration, held_out):
         tokens.require_fits(loaded.vocab_size, loaded.max_length)
     calibration.require_tokens_for(loaded.hidden_size, execution)
-    families = {name: OPERATORS[name] for name in section.operators}
+    families = {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
+    fitted = _fit(loaded, plan, calibration, held_out, families, section, execution)
+    for name in section.operators:
+        if name.endswith(REFIT):
+            fitted[name] = _refit(loaded, plan, calibration, held_out, name, section, execution)
+    return {name: OperatorSet(name, fitted[name], plan, calibration.sha256) for name in section.operators}
+
+
+def _fit(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    families: Mapping[str, Family],
+    section: RecoverSection,
+    execution: Execution,
+) -> dict[str, tuple[Operator, ...]]:
+    """One pass for the statistics of all families, one for their held-out errors."""
+    if not families:
+        return {}
     bases = [basis for family in families.values() for basis in family.bases]
-    statistics = gather(loaded, plan, calibration, bases, execution)
+    needs = [need for family in families.values() for need in family.needs]
+    folds = FOLDS if section.ridge == "cv" else 1
+    statistics = gather(loaded, plan, calibration, bases, execution, folds, needs)
     fitted = {name: [family.fit(s, section) for s in statistics] for name, family in families.items()}
     held = measure(loaded, plan, held_out, fitted, execution)
-    return {
-        name: OperatorSet(name, _described(operators, statistics, held[name]), plan, calibration.sha256)
-        for name, operators in fitted.items()
-    }
+    return {name: _described(operators, statistics, held[name]) for name, operators in fitted.items()}
+
+
+def _refit(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    name: str,
+    section: RecoverSection,
+    execution: Execution,
+) -> tuple[Operator, ...]:
+    """The operators of one ``+refit`` variant, each fitted on the repaired prefix, and the refitted weights."""
+    family = OPERATORS[base_operator(name)]
+
+    def fit(boundary: Boundary, feed: Callable[[BoundaryStatistics], None]) -> Operator:
+        folds = FOLDS if section.ridge == "cv" else 1
+        statistics = BoundaryStatistics(
+            boundary, loaded.hidden_size, calibration.num_tokens, family.bases, folds, loaded.device, family.needs
+        )
+        feed(statistics)
+        operator = family.fit(statistics, section)
+        return replace(operator, fit={**operator.fit, **figures(operator, statistics)})
+
+    inside = "last-block" in family.needs
+    operators = refit(loaded, plan, calibration, fit, inside, section.refit_upstream, execution)
+    measured = measure_refit(loaded, OperatorSet(name, operators, plan), held_out, execution)
+    return tuple(replace(o, fit={**o.fit, **errors}) for o, errors in zip(operators, measured, strict=True))
 
 
 def _described(
@@ -92,15 +150,23 @@ def _described(
 
 
 def figures(operator: Operator, statistics: BoundaryStatistics) -> dict[str, Any]:
-    """Calibration figures of one operator."""
-    moments, sample = statistics.moments, statistics.sample
+    """Calibration figures of one operator; those that reach inside the last block are measured on its token sample."""
     M = None if operator.matrix is None else torch.as_tensor(operator.matrix).double()
     b = None if operator.bias is None else torch.as_tensor(operator.bias).double()
-    error = sample.post.double() - apply(operator, sample.pre.double())
+    inside = reaches_inside(operator)
+    sample = statistics.last_block_sample if inside else statistics.sample
+    pre, post = sample.pre.double(), sample.post.double()
+    last = None
+    if inside:
+        assert statistics.last_block_weight is not None
+        mid, inner = sample.column(2).split([pre.shape[1], len(statistics.last_block_weight)], dim=1)
+        last = LastBlock(mid, inner, statistics.last_block_weight.cpu())
+    error = post - apply(operator, pre, last)
+    measured = float(error.square().sum() / (post - pre).square().sum().clamp_min(torch.finfo(pre.dtype).tiny))
     return {
-        "tokens": moments.tokens,
-        "nmse_calibration": moments.nmse(M, b),
-        "relative_error_calibration": float((error.norm(dim=1) / sample.post.double().norm(dim=1)).mean()),
+        "tokens": statistics.moments.tokens,
+        "nmse_calibration": measured if inside else statistics.moments.nmse(M, b),
+        "relative_error_calibration": float((error.norm(dim=1) / post.norm(dim=1)).mean()),
         "antisymmetric_share": antisymmetric_share(M),
     }
 

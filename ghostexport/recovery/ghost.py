@@ -7,12 +7,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ghostexport.errors import RecoveryError
+from ghostexport.moments import BoundaryMoments
 from ghostexport.operators import Operator
+from ghostexport.plan import Boundary
 from ghostexport.recipe import RecoverSection
+from ghostexport.recovery.cross_validation import choose_ridge
 from ghostexport.recovery.passes import BoundaryStatistics
+from ghostexport.recovery.rank import linear_form
 
 
 def fit_ghost(statistics: BoundaryStatistics, section: RecoverSection) -> Operator:
@@ -21,13 +27,24 @@ def fit_ghost(statistics: BoundaryStatistics, section: RecoverSection) -> Operat
     Raises:
         RecoveryError: the Gram matrix is singular to working precision, or the solution is not finite.
     """
-    moments = statistics.moments
-    M = solve_ridge(moments.gram, moments.cross, section.ridge, moments.tokens)
+    return fit_moments("ghost", statistics.boundary, statistics.folds, section)
+
+
+def fit_moments(kind: str, boundary: Boundary, folds: Sequence[BoundaryMoments], section: RecoverSection) -> Operator:
+    """The least-squares operator of some moments, under the recipe's ridge and rank.
+
+    Raises:
+        RecoveryError: singular, not finite, or the rank exceeds ``C``.
+    """
+    moments: BoundaryMoments = sum(folds[1:], start=folds[0])
+    ridge = choose_ridge(folds).ridge if section.ridge == "cv" else section.ridge
+    M = solve_ridge(moments.gram, moments.cross, ridge, moments.tokens)
+    metric = moments.gram + ridge * torch.eye(len(M)).to(M)
     return Operator(
-        statistics.boundary,
-        "ghost",
-        delta=M.float().cpu().numpy(),
-        fit={"ridge": section.ridge, "condition": condition(moments.gram, section.ridge)},
+        boundary,
+        kind,
+        **linear_form(M, metric, section.rank),
+        fit={"ridge": ridge, "condition": condition(moments.gram, ridge)},
     )
 
 

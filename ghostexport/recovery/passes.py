@@ -9,13 +9,21 @@ import torch
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.models import LoadedModel, read_residuals
-from ghostexport.moments import BoundaryMoments, MagnitudeRatios, TokenSample, require_finite
-from ghostexport.operators import Operator
+from ghostexport.moments import BoundaryMoments, MagnitudeRatios, TokenSample, require_finite, token_weights
+from ghostexport.operators import Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
 from ghostexport.recovery.hadamard import hadamard
+from ghostexport.recovery.last_block import LastBlock, tapped
 
 Basis = Literal["identity", "hadamard"]
+
+#: Statistics beyond the plain moments: ``weighted`` = token-weighted moments of the stream, ``last-block`` = the same
+#: of ``[x_mid, h]`` inside the last kept block.
+Need = Literal["weighted", "last-block"]
+
+#: Tokens whose inside of the last block is kept for mean relative errors (each C + I numbers).
+LAST_BLOCK_SAMPLE = 1024
 
 
 class BoundaryStatistics:
@@ -24,15 +32,33 @@ class BoundaryStatistics:
     Attributes:
         boundary: the boundary.
         folds: moments by fold of sequences (sequence i is in fold ``i % len(folds)``).
+        weighted_folds: the same with :func:`token_weights`; empty unless needed.
+        last_block_folds: token-weighted moments of the change on ``[x_mid, h]``; empty unless needed.
+        last_block_weight: ``V0`` ``[I, C]`` of the last kept block; None unless needed.
         ratios: magnitude ratios by basis, for the operators that need them.
         sample: tokens kept for mean relative errors.
+        last_block_sample: tokens kept with their ``[x_mid, h]``, for the operators that need it.
     """
 
     def __init__(
-        self, boundary: Boundary, channels: int, tokens: int, bases: Iterable[Basis], folds: int, device: torch.device
+        self,
+        boundary: Boundary,
+        channels: int,
+        tokens: int,
+        bases: Iterable[Basis],
+        folds: int,
+        device: torch.device,
+        needs: Iterable[Need] = (),
     ) -> None:
         self.boundary = boundary
+        self.needs = frozenset(needs)
         self.folds = [BoundaryMoments(channels, device) for _ in range(folds)]
+        self.weighted_folds = [
+            BoundaryMoments(channels, device) for _ in range(folds if "weighted" in self.needs else 0)
+        ]
+        self.last_block_folds: list[BoundaryMoments] = []
+        self.last_block_weight: torch.Tensor | None = None
+        self.last_block_sample = TokenSample(tokens, LAST_BLOCK_SAMPLE)
         self.ratios: dict[str, MagnitudeRatios] = {
             basis: MagnitudeRatios(channels, _basis(basis, channels), device) for basis in bases
         }
@@ -43,18 +69,40 @@ class BoundaryStatistics:
         """Moments of all folds together."""
         return sum(self.folds[1:], start=self.folds[0])
 
-    def add(self, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor) -> None:
+    def add(
+        self, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None = None
+    ) -> None:
         """Adds the residual values ``(B, T, C)`` before and after the removed run; ``mask`` ``(B, T)`` bool."""
         self.sample.add(x[mask], post[mask])
+        if last is not None:
+            self._require_last_block(last)
+            self.last_block_sample.add(x[mask], post[mask], last[mask].regressors)
         count = len(self.folds)
         for fold in range(count):
             rows = [row for row, sequence in enumerate(sequences) if sequence % count == fold]
             if rows:
-                chosen = mask[rows]
-                self.folds[fold].add(x[rows][chosen], post[rows][chosen])
+                self._add_fold(fold, mask[rows], x[rows], post[rows], None if last is None else last[rows])
         for ratios in self.ratios.values():
             for row in range(len(sequences)):
                 ratios.add(x[row][mask[row]], post[row][mask[row]])
+
+    def _add_fold(
+        self, fold: int, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None
+    ) -> None:
+        before, after = x[mask], post[mask]
+        self.folds[fold].add(before, after)
+        weights = token_weights(after) if self.needs else None
+        if "weighted" in self.needs:
+            self.weighted_folds[fold].add(before, after, weights)
+        if last is not None:
+            change = after.double() - before.double()
+            self.last_block_folds[fold].add_change(last[mask].regressors, change, weights)
+
+    def _require_last_block(self, last: LastBlock) -> None:
+        if not self.last_block_folds:
+            rows = last.mid.shape[-1] + last.inner.shape[-1]
+            self.last_block_folds = [BoundaryMoments(f.channels, f.gram.device, rows) for f in self.folds]
+            self.last_block_weight = last.weight
 
 
 class _Errors:
@@ -64,8 +112,8 @@ class _Errors:
         self.residual = self.delta = self.relative = 0.0
         self.tokens = 0
 
-    def add(self, operator: Operator, x: torch.Tensor, post: torch.Tensor) -> None:
-        error = post.double() - apply(operator, x.double())
+    def add(self, operator: Operator, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None) -> None:
+        error = post.double() - apply(operator, x.double(), last)
         self.residual += float(error.square().sum())
         self.delta += float((post.double() - x.double()).square().sum())
         self.relative += float((error.norm(dim=1) / post.double().norm(dim=1)).sum())
@@ -79,22 +127,26 @@ def gather(
     bases: Iterable[Basis],
     execution: Execution,
     folds: int = 1,
+    needs: Iterable[Need] = (),
 ) -> list[BoundaryStatistics]:
     """One pass of the dense model over the calibration set; statistics of every boundary of the plan.
 
     Raises:
         CalibrationError: non-finite activations.
+        RecoveryError: the last kept block is needed and is not a plain sum of stream, attention and MLP.
     """
-    bases = sorted(set(bases))
+    bases, needs = sorted(set(bases)), frozenset(needs)
     statistics = [
-        BoundaryStatistics(b, loaded.hidden_size, calibration.num_tokens, bases, folds, loaded.device)
+        BoundaryStatistics(b, loaded.hidden_size, calibration.num_tokens, bases, folds, loaded.device, needs)
         for b in plan.boundaries
     ]
 
-    def add(index: int, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor) -> None:
-        statistics[index].add(sequences, mask, x, post)
+    def add(
+        index: int, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None
+    ) -> None:
+        statistics[index].add(sequences, mask, x, post, last)
 
-    stream_boundaries(loaded, plan, calibration, add, execution, "recover")
+    stream_boundaries(loaded, plan, calibration, add, execution, "recover", "last-block" in needs)
     return statistics
 
 
@@ -107,12 +159,15 @@ def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """One pass of the dense model over the held-out set; errors of every operator of every variant, by boundary."""
     errors = {name: [_Errors() for _ in operators] for name, operators in variants.items()}
+    inside = any(reaches_inside(operator) for operators in variants.values() for operator in operators)
 
-    def add(index: int, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor) -> None:
+    def add(
+        index: int, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None
+    ) -> None:
         for name, operators in variants.items():
-            errors[name][index].add(operators[index], x[mask], post[mask])
+            errors[name][index].add(operators[index], x[mask], post[mask], None if last is None else last[mask])
 
-    stream_boundaries(loaded, plan, held_out, add, execution, "recover: held-out")
+    stream_boundaries(loaded, plan, held_out, add, execution, "recover: held-out", inside)
     return {
         name: [
             {
@@ -129,14 +184,30 @@ def stream_boundaries(
     loaded: LoadedModel,
     plan: PrunePlan,
     calibration: CalibrationSet,
-    add: Callable[[int, range, torch.Tensor, torch.Tensor, torch.Tensor], None],
+    add: Callable[[int, range, torch.Tensor, torch.Tensor, torch.Tensor, LastBlock | None], None],
     execution: Execution,
     task: str,
+    inside: bool = False,
 ) -> None:
-    """Runs the model and calls ``add(boundary index, sequences, mask, x_start, x_stop)`` for each batch and boundary.
+    """Runs the model and calls ``add(boundary index, sequences, mask, x_start, x_stop, last block)`` for each batch.
 
-    The forward pass ends at the last boundary's stop; one residual value is held at a time.
+    The forward pass ends at the last boundary's stop; one residual value is held at a time. ``inside`` asks for the
+    inside of the last kept block before each boundary, which is None otherwise.
     """
+    blocks = [b.span.start - 1 for b in plan.boundaries] if inside else []
+    with tapped(loaded, blocks, "This operator") as last:
+        _stream(loaded, plan, calibration, add, execution, task, last)
+
+
+def _stream(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    add: Callable[[int, range, torch.Tensor, torch.Tensor, torch.Tensor, LastBlock | None], None],
+    execution: Execution,
+    task: str,
+    last: Mapping[int, LastBlock],
+) -> None:
     starts = {b.span.start: b.index for b in plan.boundaries}
     stops = {b.span.stop: b.index for b in plan.boundaries}
     before: list[torch.Tensor] = []
@@ -147,23 +218,45 @@ def stream_boundaries(
             if point in starts:
                 before[:] = [x]
             else:
-                add(stops[point], batch.sequences, batch.mask, before[0], x)
+                index = stops[point]
+                inside = last.get(plan.boundaries[index].span.start - 1)
+                add(index, batch.sequences, batch.mask, before[0], x, inside)
 
         read_residuals(loaded.model, [*starts, *stops], visit, batch.input_ids, batch.attention_mask)
         execution.progress(task, batch.sequences.stop, len(calibration))
 
 
-def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:
-    """``x + x M (+ b)`` for ``x`` ``[n, C]`` in its own dtype."""
+def apply(operator: Operator, x: torch.Tensor, last: LastBlock | None = None) -> torch.Tensor:
+    """What an operator makes of ``x`` ``[n, C]``, in its own dtype: ``x + x M (+ b)``, or with the last block's inside.
+
+    A new down-projection ``V`` of the last kept block adds ``h (V - V0)``; at site ``mid`` the map reads ``x_mid``.
+    """
     y = x
+    for fold in _last_folds(operator):
+        assert last is not None
+        y = y + last.inner.to(x) @ (torch.as_tensor(fold.weight).to(x) - last.weight.to(x))
+    source = y
+    if operator.site == "mid":
+        assert last is not None
+        source = last.mid.to(x)
     if operator.diagonal is not None:
-        y = x + x * torch.as_tensor(operator.diagonal).to(x)
+        y = y + source * torch.as_tensor(operator.diagonal).to(x)
     elif operator.factors is not None:
         u, v = (torch.as_tensor(factor).to(x) for factor in operator.factors)
-        y = x + (x @ u) @ v
+        y = y + (source @ u) @ v
     elif operator.delta is not None:
-        y = x + x @ torch.as_tensor(operator.delta).to(x)
+        y = y + source @ torch.as_tensor(operator.delta).to(x)
     return y if operator.bias is None else y + torch.as_tensor(operator.bias).to(x)
+
+
+def reaches_inside(operator: Operator) -> bool:
+    """Whether the operator's effect at its boundary depends on the inside of the last kept block."""
+    return operator.site == "mid" or bool(_last_folds(operator))
+
+
+def _last_folds(operator: Operator) -> list[WeightFold]:
+    last = operator.boundary.span.start - 1
+    return [fold for fold in operator.folds if fold.block == last and fold.role == "mlp_output"]
 
 
 def _basis(name: Basis, channels: int) -> torch.Tensor | None:

@@ -1,0 +1,109 @@
+"""The inside of the last kept block before a cut, for repairs that reach into its MLP.
+
+::
+
+    x_s = x_mid + h V0        x_mid: stream between attention and MLP; h [n, I]: input of the down-projection V0 [I, C]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ghostexport.errors import ModelLayoutError, RecoveryError
+from ghostexport.models import LoadedModel, Projections, find_mid, find_projections
+
+_REMEDY = "Use an operator that acts at the boundary, such as ghost-weighted."
+
+
+@dataclass(frozen=True, eq=False)
+class LastBlock:
+    """Values of some tokens inside the block.
+
+    Attributes:
+        mid: ``x_mid`` ``(..., C)``.
+        inner: ``h`` ``(..., I)``.
+        weight: ``V0`` ``[I, C]``, right-multiply.
+    """
+
+    mid: torch.Tensor
+    inner: torch.Tensor
+    weight: torch.Tensor
+
+    def __getitem__(self, mask: Any) -> LastBlock:
+        return LastBlock(self.mid[mask], self.inner[mask], self.weight)
+
+    @property
+    def regressors(self) -> torch.Tensor:
+        """``[x_mid, h]`` ``(..., C + I)`` float64."""
+        return torch.cat([self.mid.double(), self.inner.double()], dim=-1)
+
+
+def right_multiply(projection: Any) -> torch.Tensor:
+    """The weight ``[in, out]`` of a linear layer, whichever way round the layer keeps it."""
+    weight: torch.Tensor = projection.weight
+    return weight.T if isinstance(projection, nn.Linear) else weight
+
+
+def additive_projections(loaded: LoadedModel, block: int, what: str) -> Projections:
+    """The projections of a block whose output is the plain sum of its stream and their results.
+
+    Raises:
+        RecoveryError: a norm stands between a projection and the addition (Gemma 2 and 3, OLMo 2), or the block has no
+            such projections (mixture of experts).
+    """
+    try:
+        projections = find_projections(loaded.model, block)
+    except ModelLayoutError as error:
+        raise RecoveryError(f"{what} does not apply to this model: {error.message}", _REMEDY) from error
+    if not projections.additive:
+        raise RecoveryError(
+            f"{what} does not apply to {type(loaded.model).__name__}: a norm stands between its projections and the "
+            "residual addition, so the fit is not linear in their weights.",
+            _REMEDY,
+        )
+    return projections
+
+
+@contextmanager
+def tapped(loaded: LoadedModel, blocks: list[int], what: str) -> Iterator[dict[int, LastBlock]]:
+    """While open, the returned dict holds the newest values inside each of ``blocks`` after it ran.
+
+    Raises:
+        RecoveryError: a block is -1 (nothing is kept before the cut), or its MLP is not a plain addition to the stream.
+    """
+    seen: dict[int, LastBlock] = {}
+    handles = []
+    try:
+        for block in blocks:
+            if block < 0:
+                raise RecoveryError(f"{what} needs a kept block before the cut; block 0 is removed.", _REMEDY)
+            projections = additive_projections(loaded, block, what)
+            try:
+                mid = find_mid(loaded.model, block)
+            except ModelLayoutError as error:
+                raise RecoveryError(f"{what} does not apply to this model: {error.message}", _REMEDY) from error
+            handles += _tap(block, mid, projections.mlp_output, seen)
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tap(block: int, mid: Any, projection: Any, seen: dict[int, LastBlock]) -> list[Any]:
+    weight = right_multiply(projection).double()
+    stream: list[torch.Tensor] = []
+
+    def read_mid(module: Any, args: tuple[Any, ...]) -> None:
+        stream[:] = [args[0]]
+
+    def read_inner(module: Any, args: tuple[Any, ...]) -> None:
+        inner = args[0].view(*stream[0].shape[:-1], -1)  # some models flatten tokens inside the MLP
+        seen[block] = LastBlock(stream[0], inner, weight)
+
+    return [mid.register_forward_pre_hook(read_mid), projection.register_forward_pre_hook(read_inner)]

@@ -1,0 +1,318 @@
+"""``+refit``: after the cut is repaired, the blocks behind it are taught to go on with what they now receive.
+
+Every kept block behind the cut runs on the *repaired* model's stream; two of its weights are re-solved so that the
+stream returns to the dense model's, in depth order and without any new node (token weights as in ghost-weighted)::
+
+    c = input of o_proj        O = argmin sum_t w_t ||x^_l   + c O - x_mid,l||^2 + lambda m ||O - O0||^2
+    h = input of down_proj     V = argmin sum_t w_t ||x^_mid + h V - x_{l+1}||^2 + lambda m ||V - V0||^2
+                                                                                   m = median of diag(Gram)
+    x^_{l+1} = x^_mid + h V
+
+Of the calibration sequences every fourth judges: lambda is the one of :data:`RIDGES` whose fit on the others errs
+least there, and a weight is left alone when none errs less than the old one; the chosen fit is repeated on all. Since
+every boundary is fitted on the repaired stream too, several cuts get sequential statistics.
+
+``upstream`` blocks before a cut of n blocks are refitted likewise: k of them imitate k + n dense blocks.
+
+Cost per block: four runs of the block over the calibration set and Grams of ``2 N (C_ctx^2 + I^2)`` operations; memory
+``32 I^2`` bytes (two folds and the solve in float64) beside one batch; ``2 N C`` numbers on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.errors import RecoveryError
+from ghostexport.models import LoadedModel
+from ghostexport.moments import BoundaryMoments, token_weights
+from ghostexport.operators import FoldRole, Operator, WeightFold
+from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.recipe import Execution
+from ghostexport.recovery.cross_validation import median_diagonal
+from ghostexport.recovery.ghost import solve_ridge
+from ghostexport.recovery.last_block import LastBlock, right_multiply
+from ghostexport.recovery.passes import BoundaryStatistics, apply
+from ghostexport.recovery.streams import Inside, SingleBlock, Streams, block_calls, fill, open_streams
+
+#: Pull towards the old weights, relative to the median diagonal of the Gram matrix.
+RIDGES = (1e-3, 1e-2, 1e-1)
+
+#: Every JUDGES-th sequence decides instead of fitting.
+JUDGES = 4
+
+#: A new weight must lower the judges' error by more than rounding.
+IMPROVEMENT = 1e-6
+
+#: ``fit(boundary, feed)``: makes statistics, calls ``feed(statistics)`` to fill them, and returns the operator.
+FitBoundary = Callable[[Boundary, Callable[[BoundaryStatistics], None]], Operator]
+
+
+def refit(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    fit: FitBoundary,
+    inside: bool,
+    upstream: int,
+    execution: Execution,
+) -> tuple[Operator, ...]:
+    """Fits every boundary's operator and the blocks around it, in depth order.
+
+    Args:
+        fit: makes the operator of one boundary.
+        inside: the operator replaces the down-projection of the last kept block, whose inside ``fit`` is fed with.
+        upstream: kept blocks before each cut that are refitted too.
+
+    Returns:
+        One operator per boundary; ``folds`` hold its own and the refitted weights, ``fit["refit"]`` what was judged.
+
+    Raises:
+        RecoveryError: the model's blocks are no plain sums, too few sequences, or a singular solve.
+    """
+    if len(calibration) < JUDGES:
+        raise RecoveryError(
+            f"A refit needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
+        )
+    with open_streams(loaded, calibration) as streams:
+        walk = _Walk(loaded, calibration, streams, execution)
+        return walk.through(plan, fit, inside, upstream)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A kept block, the dense block that it imitates, the boundary its new weights belong to, and which they are."""
+
+    block: int
+    teacher: int
+    boundary: int
+    roles: tuple[FoldRole, ...]
+
+
+def steps(plan: PrunePlan, inside: bool, upstream: int) -> list[_Step]:
+    """The refit of every kept block from the first cut's upstream blocks on, in depth order."""
+    found = []
+    boundaries = plan.boundaries
+    for index, boundary in enumerate(boundaries):
+        start, stop = boundary.span.start, boundary.span.stop
+        before = boundaries[index - 1].span.stop if index else 0
+        first = max(before, start - upstream)
+        for block in range(before if index else first, start):
+            teacher, owner = block, index - 1
+            if block >= first:  # k blocks imitate the k + n that end at the cut
+                k = start - first
+                teacher, owner = first + round((block - first + 1) * (stop - first) / k) - 1, index
+            replaced = inside and block == start - 1
+            roles: tuple[FoldRole, ...] = ("attention_output",) if replaced else ("attention_output", "mlp_output")
+            found.append(_Step(block, teacher, owner, roles))
+    last = len(boundaries) - 1
+    both: tuple[FoldRole, ...] = ("attention_output", "mlp_output")
+    return found + [_Step(b, b, last, both) for b in range(boundaries[-1].span.stop, plan.num_blocks)]
+
+
+class _Walk:
+    """The two streams on their way through the model: ``depth`` is the dense one's ``x_depth``."""
+
+    def __init__(
+        self, loaded: LoadedModel, calibration: CalibrationSet, streams: Streams, execution: Execution
+    ) -> None:
+        self.loaded, self.calibration, self.streams, self.execution = loaded, calibration, streams, execution
+        self.depth = 0
+
+    def through(self, plan: PrunePlan, fit: FitBoundary, inside: bool, upstream: int) -> tuple[Operator, ...]:
+        todo = steps(plan, inside, upstream)
+        start = plan.boundaries[0].span.start
+        if inside and start == 0:
+            raise RecoveryError("This operator needs a kept block before the cut; block 0 is removed.", "Use ghost.")
+        first = min([start - inside, *(step.block for step in todo)])
+        fill(self.loaded, self.calibration, first, self.streams.repaired)
+        self.streams.dense.copy_(self.streams.repaired)
+        self.depth = first
+        operators: list[Operator] = []
+        folds: dict[int, list[WeightFold]] = {b.index: [] for b in plan.boundaries}
+        judged: dict[int, list[dict[str, Any]]] = {b.index: [] for b in plan.boundaries}
+        position = {step.block: step for step in todo}
+        for block in range(first, plan.num_blocks + 1):
+            for boundary in plan.boundaries:
+                if boundary.span.start == block and not inside:
+                    operators.append(self.repair(boundary, fit, None))
+                if boundary.span.start - 1 == block and inside:
+                    step = position.get(block)
+                    student = SingleBlock(self.loaded, block, "+refit")
+                    if step is not None:
+                        self.teach(student, step, folds[step.boundary], judged[step.boundary])
+                    operators.append(self.repair(boundary, fit, student))
+            step = position.get(block)
+            if step is not None and "mlp_output" in step.roles:
+                student = SingleBlock(self.loaded, block, "+refit")
+                self.teach(student, step, folds[step.boundary], judged[step.boundary])
+                self.advance_repaired(student)
+            self.execution.progress("refit", block - first, plan.num_blocks - first)
+        return tuple(
+            replace(o, folds=(*o.folds, *folds[b]), fit={**o.fit, "refit": judged[b]}) for b, o in enumerate(operators)
+        )
+
+    def repair(self, boundary: Boundary, fit: FitBoundary, student: SingleBlock | None) -> Operator:
+        """Fits the operator on the repaired stream before the cut and the dense one after it, and applies it."""
+        self.advance_dense(boundary.span.stop)
+        if student is not None and not student.has_mid:
+            raise RecoveryError(
+                f"Block {student.index} adds attention and MLP to the same stream: there is nothing between them.",
+                "Use an operator that acts at the boundary, such as ghost-weighted+refit.",
+            )
+
+        def batches() -> Any:
+            for batch, calls in self.batches():
+                before = self.take(self.streams.repaired, batch)
+                last = None
+                if student is not None:
+                    ran = student.run(calls[student.index], before)
+                    assert ran.mid is not None and ran.inner is not None and ran.output is not None
+                    last = LastBlock(ran.mid, ran.inner, right_multiply(student.mlp_output).double())
+                    before = ran.output
+                yield batch, before, last
+
+        def feed(statistics: BoundaryStatistics) -> None:
+            for batch, before, last in batches():
+                statistics.add(batch.sequences, batch.mask, before, self.take(self.streams.dense, batch), last)
+
+        operator = fit(boundary, feed)
+        for batch, before, last in batches():
+            self.put(self.streams.repaired, batch, apply(operator, before, last))
+        return operator
+
+    def teach(self, student: SingleBlock, step: _Step, folds: list[WeightFold], judged: list[dict[str, Any]]) -> None:
+        """Re-solves the step's weights of one block, attention first; the dense stream moves past the teacher."""
+        self.advance_dense(step.teacher)
+        teacher = SingleBlock(self.loaded, step.teacher, "+refit")
+        attention, mlp = student.attention_output, student.mlp_output
+        moments = _new_folds(attention)
+        for batch, calls in self.batches():
+            wanted = teacher.run(calls[step.teacher], self.take(self.streams.dense, batch))
+            got = student.run(calls[step.block], self.take(self.streams.repaired, batch), until_mid=True)
+            assert wanted.output is not None
+            aim, have = (wanted.mid, got.mid) if got.mid is not None else (wanted.output, got.output)
+            assert aim is not None and have is not None
+            _add(moments, attention, batch, got.context, aim, have)
+            self.put(self.streams.dense, batch, wanted.output)
+        self.depth = step.teacher + 1
+        self.change(attention, "attention_output", moments, step, folds, judged)
+        if "mlp_output" not in step.roles:
+            return
+        moments = _new_folds(mlp)
+        for batch, calls in self.batches():
+            ran = student.run(calls[step.block], self.take(self.streams.repaired, batch))
+            assert ran.inner is not None and ran.output is not None
+            _add(moments, mlp, batch, ran.inner, self.take(self.streams.dense, batch), ran.output)
+        self.change(mlp, "mlp_output", moments, step, folds, judged)
+
+    def change(
+        self,
+        projection: Any,
+        role: FoldRole,
+        moments: list[BoundaryMoments],
+        step: _Step,
+        folds: list[WeightFold],
+        judged: list[dict[str, Any]],
+    ) -> None:
+        """Judges, and puts the new weight into the student and the folds when it is better."""
+        choice = choose_change(*moments)
+        judged.append({"block": step.block, "role": role, "ridge": choice.ridge, "before": 1.0, "after": choice.error})
+        if choice.change is None:
+            return
+        change = choice.change
+        inputs = right_multiply(projection).shape[0]
+        weight = right_multiply(projection).double() + change[:inputs]
+        with torch.no_grad():
+            right_multiply(projection).copy_(weight)
+            if projection.bias is not None:
+                projection.bias.add_(change[inputs].to(projection.bias))
+        bias = None if projection.bias is None else projection.bias.float().cpu().numpy()
+        folds.append(WeightFold(step.block, role, np.ascontiguousarray(weight.float().cpu().numpy()), bias))
+
+    def advance_dense(self, point: int) -> None:
+        for index in range(self.depth, point):
+            for batch, calls in self.batches():
+                with torch.no_grad():
+                    output = calls[index].on(self.loaded.blocks[index], self.take(self.streams.dense, batch))
+                self.put(self.streams.dense, batch, output if isinstance(output, torch.Tensor) else output[0])
+        self.depth = max(self.depth, point)
+
+    def advance_repaired(self, student: SingleBlock) -> None:
+        for batch, calls in self.batches():
+            ran: Inside = student.run(calls[student.index], self.take(self.streams.repaired, batch))
+            assert ran.output is not None
+            self.put(self.streams.repaired, batch, ran.output)
+
+    def batches(self) -> Any:
+        for batch in self.calibration.batches(self.loaded.device):
+            yield batch, block_calls(self.loaded, batch)
+
+    def take(self, stream: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return stream[batch.sequences.start : batch.sequences.stop].to(self.loaded.device)
+
+    def put(self, stream: torch.Tensor, batch: Batch, x: torch.Tensor) -> None:
+        stream[batch.sequences.start : batch.sequences.stop] = x.to("cpu", stream.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A judged change of a weight.
+
+    Attributes:
+        change: ``[in (+ 1), C]``, the last row for the bias where there is one; None to keep the old weight.
+        ridge: the relative ridge chosen; None when kept.
+        error: the judges' weighted squared error over that of the old weight.
+    """
+
+    change: torch.Tensor | None
+    ridge: float | None
+    error: float
+
+
+def choose_change(fitting: BoundaryMoments, judging: BoundaryMoments) -> Choice:
+    """The ridge solution that the judging sequences like best, on all tokens; or none (see the module's text)."""
+    if not judging.square_delta:
+        return Choice(None, None, 1.0)
+    scale = median_diagonal(fitting)
+    errors = {}
+    for ridge in RIDGES:
+        change = solve_ridge(fitting.gram, fitting.cross, ridge * scale, fitting.tokens)
+        errors[ridge] = judging.residual(change) / judging.square_delta
+    best = min(errors, key=lambda ridge: errors[ridge])
+    if not errors[best] < 1 - IMPROVEMENT:
+        return Choice(None, None, errors[best])
+    whole = fitting + judging
+    change = solve_ridge(whole.gram, whole.cross, best * median_diagonal(whole), whole.tokens)
+    return Choice(change, best, errors[best])
+
+
+def _new_folds(projection: Any) -> list[BoundaryMoments]:
+    inputs, outputs = right_multiply(projection).shape
+    rows = inputs + (projection.bias is not None)
+    return [BoundaryMoments(outputs, projection.weight.device, rows) for _ in range(2)]
+
+
+def _add(
+    moments: list[BoundaryMoments],
+    projection: nn.Module,
+    batch: Batch,
+    regressors: torch.Tensor,
+    aim: torch.Tensor,
+    have: torch.Tensor,
+) -> None:
+    """Adds what is missing, ``aim - have`` ``(B, T, C)``, explained by the projection's input (and a constant)."""
+    for fold in range(2):
+        rows = [r for r, s in enumerate(batch.sequences) if (s % JUDGES == JUDGES - 1) == bool(fold)]
+        if rows:
+            mask = batch.mask[rows]
+            x, target = regressors[rows][mask].double(), aim[rows][mask].double()
+            if projection.bias is not None:
+                x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+            moments[fold].add_change(x, target - have[rows][mask].double(), token_weights(target))

@@ -1,0 +1,201 @@
+"""Two residual streams of a whole calibration set, on disk, and decoder blocks run on them one at a time."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.errors import ModelLayoutError
+from ghostexport.models import LoadedModel, find_mid, read_residuals
+from ghostexport.models.blocks import hidden_states, output_states
+from ghostexport.moments import require_finite
+from ghostexport.recovery.last_block import additive_projections
+from ghostexport.runfolder import require_space
+
+
+class _StopBlockError(Exception):
+    """Leaves a block early; never seen outside this file."""
+
+
+@dataclass(eq=False)
+class Streams:
+    """Residual values of every calibration token in the dense and in the repaired model.
+
+    Attributes:
+        dense, repaired: ``(N, T, C)`` in the model's dtype, mapped from files: pages of memory come and go as needed.
+    """
+
+    dense: torch.Tensor
+    repaired: torch.Tensor
+
+
+@contextmanager
+def open_streams(loaded: LoadedModel, calibration: CalibrationSet) -> Iterator[Streams]:
+    """Streams in a temporary folder that is removed at the end: ``2 N T C`` numbers of the model's dtype."""
+    shape = (*calibration.tokens.shape, loaded.hidden_size)
+    dtype = next(loaded.model.parameters()).dtype
+    count = shape[0] * shape[1] * shape[2]
+    folder = Path(tempfile.mkdtemp(prefix="ghostexport-streams-"))
+    try:
+        require_space(folder, 2 * count * dtype.itemsize, "the residual streams of the refit")
+        dense, repaired = (
+            torch.from_file(str(folder / name), shared=True, size=count, dtype=dtype).view(shape)
+            for name in ("dense", "repaired")
+        )
+        yield Streams(dense, repaired)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fill(loaded: LoadedModel, calibration: CalibrationSet, point: int, stream: torch.Tensor) -> None:
+    """Writes ``x_point`` of the dense model into ``stream``."""
+    for batch in calibration.batches(loaded.device):
+
+        def visit(index: int, x: torch.Tensor, batch: Batch = batch) -> None:
+            require_finite(x[batch.mask], index)
+            stream[batch.sequences.start : batch.sequences.stop] = x.cpu()
+
+        read_residuals(loaded.model, [point], visit, batch.input_ids, batch.attention_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """What a block did with one batch.
+
+    Attributes:
+        context: input of the attention output projection ``(B, T, C_ctx)``.
+        mid: stream between attention and MLP ``(B, T, C)``; None in blocks that have none (parallel blocks).
+        inner: input of the MLP output projection ``(B, T, I)``; None when the run ended at ``mid``.
+        output: ``(B, T, C)``; None likewise.
+    """
+
+    context: torch.Tensor
+    mid: torch.Tensor | None
+    inner: torch.Tensor | None
+    output: torch.Tensor | None
+
+
+class SingleBlock:
+    """One decoder block that runs on given residual values, with its projections exchangeable.
+
+    A copy: the model it comes from is not changed.
+
+    Raises:
+        RecoveryError: post-norm block or mixture of experts.
+    """
+
+    def __init__(self, loaded: LoadedModel, index: int, what: str) -> None:
+        projections = additive_projections(loaded, index, what)
+        try:
+            mid: nn.Module | None = find_mid(loaded.model, index)
+        except ModelLayoutError:  # attention and MLP are parallel: both are added to the same stream
+            mid = None
+        original = loaded.blocks[index]
+        names = {module: name for name, module in original.named_modules()}
+        self.index = index
+        self.block = copy.deepcopy(original)
+        self.attention_output: Any = self.block.get_submodule(names[projections.attention_output])
+        self.mlp_output: Any = self.block.get_submodule(names[projections.mlp_output])
+        self._mid = None if mid is None else self.block.get_submodule(names[mid])
+
+    @property
+    def has_mid(self) -> bool:
+        """Whether a stream exists between attention and MLP."""
+        return self._mid is not None
+
+    def run(self, call: Call, x: torch.Tensor, until_mid: bool = False) -> Inside:
+        """Runs the block on ``x`` ``(B, T, C)``; ``until_mid`` leaves out the MLP where a mid stream exists."""
+        seen: dict[str, torch.Tensor] = {}
+
+        def keep(name: str, stop: bool = False) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                seen[name] = args[0]
+                if stop:
+                    raise _StopBlockError
+
+            return hook
+
+        handles = [
+            self.attention_output.register_forward_pre_hook(keep("context")),
+            self.mlp_output.register_forward_pre_hook(keep("inner")),
+        ]
+        if self._mid is not None:
+            handles.append(self._mid.register_forward_pre_hook(keep("mid", until_mid)))
+        try:
+            with torch.no_grad():
+                seen["output"] = output_states(call.on(self.block, x))
+        except _StopBlockError:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        inner = seen.get("inner")
+        inner = None if inner is None else inner.view(*x.shape[:-1], -1)
+        return Inside(seen["context"].view(*x.shape[:-1], -1), seen.get("mid"), inner, seen.get("output"))
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """How the model calls a block on one batch: masks, rotary tables, and the rest, without the residual values."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def on(self, block: nn.Module, x: torch.Tensor) -> Any:
+        if "hidden_states" in self.kwargs:
+            return block(*self.args, **(self.kwargs | {"hidden_states": x}))
+        return block(x, *self.args, **self.kwargs)
+
+
+def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
+    """The calls of all blocks on a batch, from one forward pass in which every block hands its input on unchanged."""
+    blocks = loaded.blocks
+    as_tuple = _returns_tuple(loaded.model, blocks)
+    calls: list[Call] = []
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        x = hidden_states(args, kwargs)
+        calls.append(Call(args[1:], kwargs))
+        if len(calls) == len(blocks):
+            raise _StopBlockError
+        return (x,) if as_tuple else x
+
+    for block in blocks:
+        block.forward = stand_in
+    try:
+        with torch.no_grad():
+            loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    except _StopBlockError:
+        pass
+    finally:
+        for block in blocks:
+            del block.forward
+    return calls
+
+
+def _returns_tuple(model: Any, blocks: nn.ModuleList) -> bool:
+    kinds: list[bool] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        kinds.append(not isinstance(output, torch.Tensor))
+        raise _StopBlockError
+
+    handle = blocks[0].register_forward_hook(look)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+    except _StopBlockError:
+        pass
+    finally:
+        handle.remove()
+    return kinds[0]
