@@ -110,11 +110,13 @@ def distributions(title: str, samples: Mapping[str, Sequence[float]]) -> str:
 
 
 @_styled
-def scores(series: Mapping[str, Sequence[float]], removed: Sequence[Sequence[int]], criterion: str) -> str:
-    """Everything the criterion computed over the block index, with the cut shaded."""
+def scores(
+    series: Mapping[str, Sequence[tuple[float, float]]], removed: Sequence[Sequence[int]], criterion: str
+) -> str:
+    """Everything the criterion computed, ``(block, score)`` by name, with the cut shaded."""
     figure, (axis,) = _figure("scores", 2.6)
-    for (name, values), colour in zip(series.items(), (*_CYCLE, *_CYCLE), strict=False):
-        axis.plot(range(len(values)), values, marker="o", ms=3, lw=1.2, label=name, color=colour)
+    for (name, points), colour in zip(series.items(), (*_CYCLE, *_CYCLE), strict=False):
+        axis.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.2, label=name, color=colour)
     for start, stop in removed:
         axis.axvspan(start - 0.5, stop - 0.5, color="#c2700a", alpha=0.18, lw=0)
         axis.annotate(
@@ -195,7 +197,7 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> st
             y = row - 0.4 + (number + 0.5) * height
             axis.barh(y, values[variant], height * 0.86, color=tint[variant], alpha=(0.95, 0.5, 0.3)[number % 3])
             axis.annotate(
-                f"{values[variant]:.0f} {unit} {quantity}",
+                f"{_rounded(values[variant])} {unit} {quantity}",
                 (0, y),
                 xytext=(4, 0),
                 textcoords="offset points",
@@ -210,6 +212,10 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> st
     return _svg(figure, title)
 
 
+def _rounded(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 @_styled
 def curves(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """One line per variant through (x, y) points, for sweeps over depth."""
@@ -217,6 +223,8 @@ def curves(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[
     tint = colours(list(lines))
     for variant, points in lines.items():
         axis.plot(*zip(*points, strict=True), marker="o", ms=4, lw=1.4, color=tint[variant], label=variant)
+    if all(float(x).is_integer() for points in lines.values() for x, _ in points):
+        axis.xaxis.get_major_locator().set_params(integer=True)
     values = [y for points in lines.values() for _, y in points]
     if min(values) > 0 and max(values) > 4 * min(values):
         _log_scale(axis)

@@ -79,7 +79,7 @@ def render(run_folder: Path) -> str:
         card = bench["card"]
         device = card.get("gpu", {}).get("name") or card["cpu"]
         facts |= {"Device": f"{device}, {card['threads']} CPU threads", f"Measured ({name})": bench["created"]}
-    return fill("ghostexport report", run.model, facts, sections)
+    return fill("ghostexport report", Path(run.model).name, facts, sections)
 
 
 def render_sweep(sweep: Sweep) -> str:
@@ -92,7 +92,9 @@ def render_sweep(sweep: Sweep) -> str:
         tables=[("Perplexity / speed-up over dense", sweep.variants, rows)],
         plots=sweep_plots(sweep),
     )
-    return fill("ghostexport sweep", sweep.model, {"Model": sweep.model, "Runtime": sweep.runtime}, [section])
+    return fill(
+        "ghostexport sweep", Path(sweep.model).name, {"Model": sweep.model, "Runtime": sweep.runtime}, [section]
+    )
 
 
 def fill(title: str, heading: str, facts: Mapping[str, str], sections: Iterable[Section]) -> str:
@@ -229,26 +231,28 @@ def _selection(run: RunFiles) -> Section:
     return section
 
 
-def score_series(plan: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Every list of numbers among the plan's scores that has about one entry per block."""
+def score_series(plan: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """What can be drawn over the blocks: lists with one number per block, and lists of ``[start, stop, score]``."""
     found = {}
     for name, values in plan.get("scores", {}).items():
-        numeric = isinstance(values, list) and all(isinstance(v, int | float) for v in values)
-        if numeric and 2 <= len(values) <= plan["num_blocks"] + 1:
-            found[name] = [float(v) for v in values]
+        if not isinstance(values, list) or len(values) < 2:
+            continue
+        if all(isinstance(v, int | float) for v in values) and len(values) <= plan["num_blocks"] + 1:
+            found[name] = [(float(block), float(v)) for block, v in enumerate(values)]
+        elif all(isinstance(v, list) and len(v) == 3 for v in values):
+            found[f"{name}, by first block"] = [(float(start), float(v)) for start, _, v in values]
     return found
 
 
 def _operators(run: RunFiles) -> Section:
     section = Section("operators", "The operators", "y = x + x M. Colours: entries of M, pooled by largest magnitude.")
-    rows: list[Row] = []
+    fits: dict[str, Mapping[str, Any]] = {}
     spectra: dict[str, Any] = {}
     maps: list[str] = []
     for variant, operators in run.operators.items():
         for b, operator in enumerate(operators.operators):
             name = variant if len(operators.operators) == 1 else f"{variant} {b}"
-            fit = {k: v for k, v in operator.fit.items() if isinstance(v, int | float)}
-            rows += [(f"{name}: {key.replace('_', ' ')}", [f"{value:.4g}"]) for key, value in fit.items()]
+            fits[name] = operator.fit
             matrix = operator.matrix
             if matrix is not None and len(maps) < MAX_HEAT_MAPS:
                 maps.append(plots.heat_map(f"M of {name}", np.asarray(matrix, np.float32)))
@@ -257,9 +261,22 @@ def _operators(run: RunFiles) -> Section:
         section.missing = f"No operators yet. Fit them with: ghostexport recover {run.path}"
     if spectra:
         section.plots = [*maps, plots.singular_values(spectra)]
-    if rows:
-        section.tables.append(("Figures of the fit", ["value"], rows))
+    if fits:
+        section.tables.append(("Figures of the fit", list(fits), _number_rows(fits)))
     return section
+
+
+def _number_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """One row per key that holds a plain number anywhere, one cell per column."""
+    numbers = {n: {k: v for k, v in c.items() if type(v) in (int, float)} for n, c in columns.items()}
+    keys = dict.fromkeys(k for c in numbers.values() for k in c)
+    return [(k.replace("_", " "), [_number(c.get(k)) for c in numbers.values()]) for k in keys]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _graph(run: RunFiles) -> Section:
@@ -268,6 +285,8 @@ def _graph(run: RunFiles) -> Section:
         section.missing = f"No plan yet. Make it with: ghostexport select {run.path}"
         return section
     blocks = run.plan["num_blocks"]
+    spliced = [r for r in run.surgery.values() if any(b.get("nodes_added") for b in r.get("boundaries", []))]
+    names = {b["boundary"]: b for report in spliced[:1] for b in report["boundaries"]}
     for b, (start, stop) in enumerate(run.plan["removed"]):
         section.cuts.append(
             {
@@ -278,14 +297,12 @@ def _graph(run: RunFiles) -> Section:
                 "after": f"block {stop}" if stop < blocks else "final norm",
                 "after_new": _renumbered(run.plan, stop),
                 "operator": f"ghost.{b}",
+                "value": f"x = {names[b]['stream_in']}" if b in names else "x",
+                "value_after": names[b]["stream_out"] if b in names else "",
             }
         )
-    rows: list[Row] = []
-    for variant, report in run.surgery.items():
-        plain = {k: v for k, v in report.items() if isinstance(v, int | float | str)}
-        rows += [(f"{variant}: {key.replace('_', ' ')}", [str(value)]) for key, value in plain.items()]
-    if rows:
-        section.tables.append(("What surgery reports", ["value"], rows))
+    if run.surgery:
+        section.tables.append(("What surgery reports", list(run.surgery), _number_rows(run.surgery)))
     return section
 
 

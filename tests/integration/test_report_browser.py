@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_chromium() is None, reason="no chromium binary on PATH"),
 ]
-PLOTS = 1 + 7 + 1 + 1 + 3  # Pareto, latency distributions, size bars, scores, two heat maps and the singular values
+PLOTS = 1 + 6 + 1 + 1 + 3  # Pareto, latency distributions, size bars, scores, two heat maps and the singular values
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,8 @@ def write_run(folder: Path, removed: int = 7, seed: int = 0) -> Path:
     scores = (
         0.98 - 0.5 * np.exp(-np.arange(31 - removed) / 3) + 0.01 * generator.standard_normal(31 - removed)
     ).tolist()
-    plan = PrunePlan.from_spans(30, [(19 - removed, 19)], "streamline", {"cosine": scores})
+    windows = [[start, start + removed, score] for start, score in enumerate(scores)]
+    plan = PrunePlan.from_spans(30, [(19 - removed, 19)], "streamline", {"windows": windows})
     write_json(run.plan_path, plan.to_json())
     C = 96
     random = generator.standard_normal((C, C))
@@ -151,6 +152,10 @@ def write_run(folder: Path, removed: int = 7, seed: int = 0) -> Path:
     for v in costs:
         sidecar = {"weight_bytes": engines[v].weight_bytes, "plan_bytes": engines[v].plan_bytes}
         write_json(folder / "engines" / "onnxruntime" / f"{v}.json", sidecar)
+    boundary = {"boundary": 0, "stream_in": "add_1469", "stream_out": "add_2149", "nodes_added": ["ghost.0.add"]}
+    surgery = {"blocks_before": 30, "blocks_after": kept, "nodes_before": 2294, "boundaries": [boundary]}
+    for v in ("ghost", "linearpatch-rotate"):
+        write_json(folder / "onnx" / f"{v}.surgery.json", surgery)
     quality = {"dense": (17.2, 0.0, 1.0), "pruned": (96.0, 1.9, 0.41), "ghost": (31.5, 0.62, 0.63)}
     quality["linearpatch-rotate"] = (52.0, 1.2, 0.52)
     figures = {v: {"perplexity": p * (1 + 0.1 * (removed - 7)), "kl": k, "top1": t} for v, (p, k, t) in quality.items()}

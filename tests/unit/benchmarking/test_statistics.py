@@ -3,6 +3,7 @@ import pytest
 
 from ghostexport.benchmarking.statistics import (
     Interval,
+    _t_quantile,
     coefficient_of_variation,
     inter_token_latency,
     paired_difference,
@@ -63,6 +64,17 @@ def test_interval_covers_the_truth_as_often_as_it_says():
         hits += 1.0 in paired_ratio(a, b, seed=trial)
     # 95 % nominal: three standard deviations of 200 draws are 4.6 %
     assert 0.90 <= hits / 200 <= 0.995
+
+
+def test_one_wild_round_cannot_blow_the_interval_up():
+    rounds = [(1.0,)] * 5 + [(50.0,)]
+    interval = paired_ratio(rounds, [(1.0,)] * 6)
+    assert 1.0 <= interval.low <= interval.value <= interval.high <= 50.0
+
+
+@pytest.mark.parametrize(("degrees", "expected"), [(5, 2.5706), (9, 2.2622), (30, 2.0423)])
+def test_t_quantiles_of_the_tables(degrees, expected):
+    assert _t_quantile(degrees) == pytest.approx(expected, rel=2e-3)
 
 
 def test_slowdown_half_way_is_seen_and_noise_is_not():
