@@ -21,6 +21,8 @@ from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Dtype, Execution
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
@@ -108,11 +110,19 @@ def from_memory(model: Any, tokenizer: Any = None, source: str = "memory") -> Lo
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer, or None when it has none."""
+    """The folder's tokenizer, or None when it has none.
+
+    Raises:
+        ModelLayoutError: it has tokenizer files that transformers cannot read.
+    """
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
     try:
         return transformers.AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
+        raise ModelLayoutError(
+            f"The tokenizer in {folder} cannot be read: {error}", "Copy the model's tokenizer files again."
+        ) from error
 
 
 def patch(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet | None = None) -> LoadedModel:

@@ -247,6 +247,9 @@ def test_saved_folder_loads_again_with_both_rope_keys(tmp_path):
     loaded = models.load_model(tmp_path, "float32")
     torch.testing.assert_close(loaded.model(TOKENS).logits, model(TOKENS).logits)
     assert (loaded.num_blocks, loaded.hidden_size, loaded.vocab_size, loaded.tokenizer) == (6, 64, 128, None)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLayoutError, match=r"tokenizer in .* cannot be read"):
+        models.load_tokenizer(tmp_path)
     again = models.from_memory(model)
     assert again.sha256 == loaded.sha256
     assert models.from_memory(tiny("llama", seed=3)).sha256 != loaded.sha256
