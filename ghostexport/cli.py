@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as python_inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ghostexport.errors import GhostExportError, RecipeError
+from ghostexport.flags import FLAGS, VERBS
 
 if TYPE_CHECKING:
     from ghostexport.recipe import Recipe
@@ -26,102 +28,117 @@ build = typer.Typer(help="Build engines.", no_args_is_help=True)
 app.add_typer(build, name="build")
 
 Target = Annotated[str, typer.Argument(help="Run folder, or a model (then with -o): Hub id, folder, .gguf, smollm2.")]
-Run = Annotated[Path, typer.Argument(help="Run folder.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Run folder to create or continue.")]
-Prune = Annotated[int | None, typer.Option(help="How many decoder blocks to remove.")]
-Plan = Annotated[str | None, typer.Option(help="Spans to remove instead: [[10, 17]] half-open, or a plan.json.")]
-Select = Annotated[str | None, typer.Option(help="Criterion that chooses the blocks.")]
-OperatorNames = Annotated[list[str] | None, typer.Option("--operator", help="Recovery operator; repeatable.")]
-Runtimes = Annotated[
-    list[str] | None, typer.Option("--runtime", help="onnxruntime, tensorrt, tensorrt-rtx; repeatable.")
-]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
-Calibration = Annotated[str | None, typer.Option(help="wikitext2, c4, ptb, demo, or a .txt/.jsonl/.parquet file.")]
-Sequences = Annotated[int | None, typer.Option(help="Calibration sequences.")]
-Length = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the calibration draw.")]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="Recipe file; flags override it.")]
 Device = Annotated[str, typer.Option(help="PyTorch device: auto, cpu, cuda, cuda:1.")]
-
-STAGE_HELP = {
-    "calibrate": "Draw the calibration and held-out sequences.",
-    "select": "Choose the blocks to remove.",
-    "recover": "Fit the operators.",
-    "export": "Export the dense graph.",
-    "verify": "Compare every graph with PyTorch.",
-    "bench": "Measure quality and speed of the engines.",
-}
+Plan = Annotated[str | None, typer.Option(help="Spans to remove: [[10, 17]] half-open, or a plan.json.")]
 
 
-def _stage_command(goal: str) -> Any:
-    """The verb of one stage: the same flags everywhere, because each may change the recipe."""
+def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
+    """The verb of one stage, with a flag for every recipe key of the sections it reads."""
+    flags = {flag: entry for flag, entry in FLAGS.items() if entry.section in sections}
 
-    def command(
-        target: Target,
-        output: Output = None,
-        prune: Prune = None,
-        plan: Plan = None,
-        select: Select = None,
-        operator: OperatorNames = None,
-        runtime: Runtimes = None,
-        dtype: Dtype = None,
-        calibration: Calibration = None,
-        sequences: Sequences = None,
-        length: Length = None,
-        seed: Seed = None,
-        recipe: RecipeFile = None,
-        device: Device = "auto",
-    ) -> None:
-        flags = {
-            "model": {"dtype": dtype},
-            "calibration": {"source": calibration, "sequences": sequences, "length": length, "seed": seed},
-            "select": {"criterion": select, "prune": prune, "spans": _spans(plan)},
-            "recover": {"operators": operator},
-            "build": {"runtimes": runtime},
-        }
-        _run_to(goal, target, output, recipe, flags, device)
+    def command(**values: Any) -> None:
+        given: dict[str, dict[str, Any]] = {}
+        for flag, entry in flags.items():
+            given.setdefault(entry.section, {})[entry.key] = entry.read(values[flag])
+        if values.get("plan") is not None:
+            given["select"]["spans"] = _spans(values["plan"])
+        _run_to(goal, values["target"], values["output"], values["recipe"], given, values["device"])
 
+    own: dict[str, tuple[Any, Any]] = {"target": (Target, ...), "output": (Output, None)}
+    own |= {"plan": (Plan, None)} if "select" in sections else {}
+    own |= {flag: (entry.annotation(flag), None) for flag, entry in flags.items()}
+    own |= {"recipe": (RecipeFile, None), "device": (Device, "auto")}
+    command.__annotations__ = {name: annotation for name, (annotation, _) in own.items()}
+    command.__signature__ = python_inspect.Signature(  # type: ignore[attr-defined]
+        [
+            python_inspect.Parameter(
+                name,
+                python_inspect.Parameter.KEYWORD_ONLY,
+                default=python_inspect.Parameter.empty if default is ... else default,
+                annotation=annotation,
+            )
+            for name, (annotation, default) in own.items()
+        ]
+    )
     return command
 
 
-for _goal, _help in STAGE_HELP.items():
-    app.command(_goal, help=f"{_help} Runs the stages it needs.")(_stage_command(_goal))
-build.command("engine", help="The main job: from a model to engines. Runs every missing stage.")(
-    _stage_command("build")
-)
+for _verb in VERBS:
+    _group = build if _verb.name == "engine" else app
+    _group.command(_verb.name, help=_verb.help)(_stage_command(_verb.stage, _verb.sections))
 
 
 @app.command()
 def surgery(
     target: Annotated[str, typer.Argument(help="ONNX file of a decoder, or a run folder.")],
-    output: Output = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write into.")] = None,
     remove: Annotated[list[str] | None, typer.Option(help="Span START:STOP, half-open; repeatable.")] = None,
     plan: Plan = None,
     operator: Annotated[Path | None, typer.Option(help="Operator file (.safetensors).")] = None,
     self_contained: Annotated[bool, typer.Option(help="Write a data file of its own.")] = False,
+    kv_pattern: Annotated[str | None, typer.Option(help="Names of the KV inputs, such as cache_k_{}.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Report what would be done; write nothing.")] = False,
 ) -> None:
-    """Cut blocks out of exported graphs and splice operators in."""
+    """Cut blocks out of an exported graph and splice operators in (or run the surgery stage of a run folder)."""
     if not target.endswith(".onnx"):
         _run_to("surgery", target, output, None, {}, "auto")
         return
-    from ghostexport import show, standalone
+    from ghostexport import show as screen
+    from ghostexport.operators import load_operators
+    from ghostexport.plan import PrunePlan
+    from ghostexport.surgery import inspect_graph, operate
 
+    operators = load_operators(operator) if operator is not None else None
     spans = [*_colon_spans(remove), *(_spans(plan) or ())]
-    report = standalone.surgery(Path(target), output, spans, operator, self_contained=self_contained, dry_run=dry_run)
-    show.print_surgery(report)
+    if operators is None and not spans:
+        raise RecipeError("Nothing to remove.", "Give --remove 10:17, --plan '[[10, 17]]' or --operator FILE.")
+    graph = Path(target)
+    cut = PrunePlan.from_spans(inspect_graph(graph, kv_pattern).num_blocks, spans) if spans else operators.plan  # type: ignore[union-attr]
+    if operators is not None and operators.plan.sha256 != cut.sha256:
+        raise RecipeError(f"{operator} repairs {operators.plan}, not {cut}.", "Leave the spans out, or recover again.")
+    if output is None and not dry_run:
+        raise RecipeError("surgery writes a new graph.", "Name a folder for it with -o, or use --dry-run.")
+    name = "pruned" if operators is None else operators.name
+    report = operate(
+        graph,
+        cut,
+        operators,
+        (output or graph.parent) / f"{graph.stem}-{name}.onnx",
+        self_contained=self_contained,
+        kv_pattern=kv_pattern,
+        dry_run=dry_run,
+    )
+    screen.print_surgery(report)
 
 
 @app.command()
 def inspect(
     graph: Annotated[Path, typer.Argument(help="ONNX file of a decoder.")],
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    kv_pattern: Annotated[str | None, typer.Option(help="Names of the KV inputs, such as cache_k_{}.")] = None,
 ) -> None:
     """Show what surgery sees in a graph: producer, blocks, boundaries, KV cache, obstacles."""
-    from ghostexport import show
+    from ghostexport import show as screen
     from ghostexport.surgery import inspect_graph
 
-    show.print_graph(inspect_graph(graph), as_json=json)
+    screen.print_graph(inspect_graph(graph, kv_pattern), as_json=json)
+
+
+@app.command()
+def swap(
+    engine: Annotated[Path, typer.Argument(help="An engine's sidecar JSON in engines/<runtime>/.")],
+    operator: Annotated[Path, typer.Option(help="Operator file (.safetensors) to put in.")],
+) -> None:
+    """Put another operator into a built engine, without a rebuild."""
+    from ghostexport import show as screen
+    from ghostexport.recipe import Execution
+    from ghostexport.runtimes import swap_operator
+
+    with screen.progress() as (progress, say):
+        swapped = swap_operator(engine, operator, execution=Execution(progress=progress, say=say))
+    screen.print_run(swapped.path.with_name(f"{swapped.variant}.json"))
 
 
 @app.command()
@@ -130,6 +147,54 @@ def show(run: Annotated[Path, typer.Argument(help="Run folder, or an engine's si
     from ghostexport import show as screen
 
     screen.print_run(run)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Run folder.")],
+    second: Annotated[Path, typer.Argument(help="Run folder.")],
+) -> None:
+    """Put the benchmarks of two runs (two devices, two depths) side by side."""
+    from ghostexport import show as screen
+
+    screen.print_comparison(first, second)
+
+
+@app.command()
+def sweep(
+    model: Annotated[str, typer.Argument(help="Model: Hub id, folder, .gguf, smollm2.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the runs, one below it per depth.")],
+    prune: Annotated[list[int], typer.Option(help="How many blocks to remove; repeatable.")],
+    recipe: RecipeFile = None,
+    device: Device = "auto",
+) -> None:
+    """Benchmark several depths (everything else from the recipe): quality and speed over removed blocks."""
+    from ghostexport import pipeline
+    from ghostexport import show as screen
+    from ghostexport.benchmarking.sweep import collect, write_sweep
+    from ghostexport.recipe import Execution
+    from ghostexport.runfolder import RunFolder
+
+    folders = [output / f"prune-{count}" for count in sorted(set(prune))]
+    with screen.progress() as (progress, say):
+        for folder in folders:
+            count = int(folder.name.removeprefix("prune-"))
+            resolved, run = resolve(model, folder, recipe, {"select": {"prune": count}})
+            for stage in ("calibrate", "export"):
+                run.adopt(stage, RunFolder(folders[0]))
+            pipeline.run(resolved, run, Execution(device=device, progress=progress, say=say), goal="bench")
+    found = collect(folders)
+    screen.print_sweep(found)
+    typer.echo(write_sweep(found, output))
+
+
+@app.command()
+def report(run@app.command()
+def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Write RUN/report.html from what the finished stages left."""
+    from ghostexport.benchmarking.report import write_report
+
+    typer.echo(write_report(run))
 
 
 @app.command()
@@ -150,7 +215,7 @@ def _run_to(
     recipe, folder = resolve(target, output, recipe_file, flags)
     with screen.progress() as (progress, say):
         pipeline.run(recipe, folder, Execution(device=device, progress=progress, say=say), goal=goal)
-    screen.print_run(folder.path, after=goal)
+    screen.print_run(folder.path)
 
 
 def resolve(

@@ -198,6 +198,19 @@ class RunFolder:
         if manifest["stages"].pop(stage, None) is not None:
             write_json(self.path / "manifest.json", manifest)
 
+    def adopt(self, stage: str, other: RunFolder) -> None:
+        """Takes over a stage that another run folder has finished: its files by hard link, its manifest entry."""
+        entry = other.manifest()["stages"].get(stage)
+        if entry is None or stage in self.manifest()["stages"]:
+            return
+        for path in other.outputs(stage):
+            with atomic_path(self.path / path.relative_to(other.path)) as temporary:
+                temporary.unlink()
+                temporary.hardlink_to(path)
+        manifest = self.manifest()
+        manifest["stages"][stage] = entry
+        write_json(self.path / "manifest.json", manifest)
+
     def require_model(self, stored: Mapping[str, Any], source: str) -> None:
         """Raises RunFolderError when the folder's recipe is about another model than ``source``."""
         model = stored.get("model")

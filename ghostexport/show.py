@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +15,10 @@ from rich.table import Table
 from ghostexport.errors import RunFolderError
 from ghostexport.recipe import Recipe, parse_recipe, read_recipe
 from ghostexport.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from ghostexport.benchmarking.sweep import Sweep
+    from ghostexport.surgery import GraphReport, SurgeryReport
 
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(highlight=False, stderr=True)
@@ -35,7 +39,7 @@ def progress() -> Iterator[tuple[Callable[[str, int, int | None], None], Callabl
         yield update, lambda line: _err.print(line, markup=False, soft_wrap=True)
 
 
-def print_run(path: Path, after: str | None = None) -> None:
+def print_run(path: Path) -> None:
     """Prints the variants of a run folder, or the sidecar of one engine.
 
     Raises:
@@ -89,8 +93,7 @@ def _variant_facts(folder: RunFolder, variant: str) -> dict[str, str]:
         if key in quality:
             facts[column] = form.format(quality[key])
     for bench in sorted((folder.path / "bench").glob("*.json")):
-        for column, text in _read(bench).get("summary", {}).get(variant, {}).items():
-            facts[column] = text
+        facts |= _read(bench).get("summary", {}).get(variant, {})
     for runtime in sorted(p for p in (folder.path / "engines").glob("*") if p.is_dir()):
         sidecar = _read(runtime / f"{variant}.json")
         if sidecar:
@@ -123,6 +126,68 @@ def print_doctor() -> None:
     _out.print(table)
 
 
-def print_json(data: Any) -> None:
-    """Prints plain data as JSON."""
-    _out.print_json(json.dumps(data))
+def print_surgery(report: SurgeryReport) -> None:
+    """Prints what surgery did, one row per cut."""
+    table = Table()
+    for column in ("cut", "stream in", "stream out", "rewired", "nodes removed", "nodes added", "initializers added"):
+        table.add_column(column)
+    for cut in report.boundaries:
+        start, stop = cut.span
+        rewired, added, weights = (
+            ", ".join(names) for names in (cut.consumers_rewired, cut.nodes_added, cut.initializers_added)
+        )
+        table.add_row(
+            f"[{start}, {stop})", cut.stream_in, cut.stream_out, rewired, str(cut.nodes_removed), added, weights
+        )
+    _out.print(table, markup=False)
+    _out.print(
+        f"blocks {report.blocks_before} -> {report.blocks_after}, nodes {report.nodes_before} -> {report.nodes_after}, "
+        f"weights {report.weight_bytes_before / 1e6:.1f} -> {report.weight_bytes_after / 1e6:.1f} MB, "
+        f"{len(report.kv_inputs_removed)} KV inputs removed, {len(report.kv_renamed)} names renumbered",
+        markup=False,
+    )
+    _out.print(f"{report.output}: {report.bytes_written:,} bytes written", markup=False)
+
+
+def print_graph(report: GraphReport, as_json: bool) -> None:
+    """Prints what surgery sees in a graph."""
+    if as_json:
+        _out.print_json(json.dumps(report.to_json()))
+        return
+    facts = report.to_json()
+    blocks = facts.pop("blocks")
+    table = Table(show_header=False)
+    for key, value in facts.items():
+        table.add_row(key, value if isinstance(value, str) else json.dumps(value))
+    _out.print(table, markup=False)
+    if blocks:
+        table = Table(*blocks[0])
+        for block in blocks:
+            table.add_row(*(str(value) for value in block.values()))
+        _out.print(table, markup=False)
+
+
+def print_comparison(first: Path, second: Path) -> None:
+    """Prints two runs side by side."""
+    from ghostexport.benchmarking.compare import compare
+
+    found = compare(first, second)
+    table = Table("", found.a, found.b, "A / B", "verdict")
+    for label, cells in found.rows():
+        table.add_row(label, *cells)
+    _out.print(table, markup=False)
+    for title, lines in (
+        ("differs", found.differs),
+        ("no verdict", found.withheld),
+        ("in one run only", found.only_in_one),
+    ):
+        if lines:
+            _out.print(f"{title}: {'; '.join(lines)}", markup=False)
+
+
+def print_sweep(sweep: Sweep) -> None:
+    """Prints perplexity and speed-up by depth, one column per variant."""
+    table = Table("removed", *sweep.variants, title=f"perplexity / speed-up, {sweep.workload} on {sweep.runtime}")
+    for removed, cells in sweep.table():
+        table.add_row(str(removed), *cells)
+    _out.print(table, markup=False)

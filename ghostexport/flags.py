@@ -1,0 +1,115 @@
+"""The flags of the command line as one table: each sets one key of the recipe. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def number_or_word(value: str | None) -> float | str | None:
+    """``1e-3`` as a number, ``cv`` as a word."""
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag: the recipe key it sets, its type on the command line, its help, and how its value is read."""
+
+    section: str
+    key: str
+    kind: Any
+    help: str
+    read: Callable[[Any], Any] = _as_is
+
+    def annotation(self, name: str) -> Any:
+        dashed = f"--{name.replace('_', '-')}"
+        names = (dashed,) if self.kind is not bool else (f"{dashed}/--no-{dashed.removeprefix('--')}",)
+        return Annotated[self.kind | None, typer.Option(*names, help=self.help, show_default=False)]
+
+
+#: flag (with ``_`` for ``-``) -> recipe key. Defaults stand in ``recipe.py`` alone.
+FLAGS: dict[str, Flag] = {
+    "dtype": Flag("model", "dtype", str, "float32, float16 or bfloat16."),
+    "revision": Flag("model", "revision", str, "Revision of a Hub repository."),
+    "calibration": Flag("calibration", "source", str, "wikitext2, c4, ptb, demo, or a .txt/.jsonl/.parquet file."),
+    "sequences": Flag("calibration", "sequences", int, "Calibration sequences."),
+    "length": Flag("calibration", "length", int, "Tokens per sequence."),
+    "held_out": Flag("calibration", "held_out_sequences", int, "Held-out sequences."),
+    "seed": Flag("calibration", "seed", int, "Seed of the calibration draw."),
+    "prune": Flag("select", "prune", int, "How many decoder blocks to remove."),
+    "select": Flag("select", "criterion", str, "Criterion that chooses the blocks."),
+    "protect_first": Flag("select", "protect_first", int, "Blocks at the start that stay."),
+    "protect_last": Flag("select", "protect_last", int, "Blocks at the end that stay."),
+    "operator": Flag("recover", "operators", list[str], "Recovery operator; repeatable."),
+    "ridge": Flag("recover", "ridge", str, "Ridge of the least-squares operators: a number, or cv.", number_or_word),
+    "rank": Flag("recover", "rank", int, "Rank of the operators' matrices."),
+    "refit_upstream": Flag("recover", "refit_upstream", int, "Kept blocks before a cut that +refit also refits."),
+    "exporter": Flag("export", "exporter", str, "auto, transformers or optimum."),
+    "opset": Flag("export", "opset", int, "ONNX opset of the export."),
+    "runtime": Flag("build", "runtimes", list[str], "onnxruntime, tensorrt, tensorrt-rtx; repeatable."),
+    "profiles": Flag("build", "profiles", str, "joint, split or single."),
+    "max_batch": Flag("build", "max_batch", int, "Largest batch of an engine."),
+    "max_tokens": Flag("build", "max_tokens", int, "Most new tokens of one call."),
+    "max_past": Flag("build", "max_past", int, "Most tokens in the KV cache."),
+    "workspace": Flag("build", "workspace", int, "Builder workspace in MiB."),
+    "hardware_compatibility": Flag("build", "hardware_compatibility", str, "ampere-plus or same-compute-capability."),
+    "version_compatible": Flag("build", "version_compatible", bool, "Later TensorRT versions may load the plan."),
+    "weight_streaming": Flag("build", "weight_streaming", bool, "Weights may stay in host memory."),
+    "strip_plan": Flag("build", "strip_plan", bool, "Leave refittable weights out of the plan."),
+    "refittable": Flag("build", "refittable", bool, "Operators can be swapped without a rebuild."),
+    "opt_level": Flag("build", "opt_level", int, "Builder optimization level, 0 to 5."),
+    "compute_capability": Flag("build", "compute_capability", list[str], "TensorRT-RTX target, SM86; repeatable."),
+    "provider": Flag("build", "providers", list[str], "ONNX Runtime provider: cuda, cpu, ...; repeatable."),
+    "preset": Flag("bench", "preset", str, "Workloads: edge, quick or server."),
+    "repeats": Flag("bench", "repeats", int, "Rounds of the benchmark."),
+    "batch": Flag("bench", "batches", list[int], "Batch size to measure; repeatable."),
+    "prefill": Flag("bench", "prefill_tokens", list[int], "Prompt length to measure; repeatable."),
+    "past": Flag("bench", "decode_past", list[int], "Past length of decode to measure; repeatable."),
+    "eval_tokens": Flag("bench", "eval_tokens", int, "Held-out tokens for each engine's quality."),
+}
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A stage as a command, with the recipe sections whose flags it takes."""
+
+    name: str
+    stage: str
+    help: str
+    sections: tuple[str, ...]
+
+
+VERBS = (
+    Verb("calibrate", "calibrate", "Draw the calibration and held-out sequences.", ("model", "calibration", "select")),
+    Verb("select", "select", "Choose the blocks to remove.", ("model", "calibration", "select")),
+    Verb("recover", "recover", "Fit the operators.", ("model", "calibration", "select", "recover")),
+    Verb("export", "export", "Export the dense graph, with KV cache.", ("model", "select", "export")),
+    Verb(
+        "verify",
+        "verify",
+        "Compare every graph with PyTorch.",
+        ("model", "calibration", "select", "recover", "export"),
+    ),
+    Verb(
+        "engine",
+        "build",
+        "The main job: from a model to engines. Runs every missing stage.",
+        ("model", "calibration", "select", "recover", "export", "build"),
+    ),
+    Verb(
+        "bench",
+        "bench",
+        "Measure quality and speed of the engines.",
+        ("model", "calibration", "select", "recover", "export", "build", "bench"),
+    ),
+)
