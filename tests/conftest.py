@@ -1,9 +1,9 @@
 """Fixtures of all tests.
 
 ``exported(name, dtype="float32", opset=20, **overrides)`` returns the :class:`ExportedTiny` of a tiny model: the
-PyTorch model and its dense graph on disk, made by the real exporter. Every combination is exported once per test run (5 to 15
-seconds), so ask for one that another test asks for: ``llama``, ``qwen3`` and ``gemma3`` in float32 with the default six
-blocks are always there. Files and models are shared: write elsewhere, and change a copy of the model.
+PyTorch model and its dense graph on disk, made by the real exporter. Every combination is exported once per test run
+(5 to 15 seconds), so ask for one that another test asks for: ``llama``, ``qwen3`` and ``gemma3`` in float32 with the
+default six blocks are always there. Files and models are shared: write elsewhere, and change a copy of the model.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,21 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
     """See :func:`ghostexport.exporters.export_model`."""
     from ghostexport.models import find_blocks
 
-    num_blocks = len(find_blocks(model))
-    execution.progress("export", 0, 3)
-    with _on_cpu(model), quiet(*_NOISY_LOGGERS):
+    blocks = find_blocks(model)
+    num_blocks = len(blocks)
+    total = 2 * num_blocks + 1  # tracing a block takes as long as translating it
+    execution.progress("export", 0, total)
+    with _ready_for_export(model), quiet(*_NOISY_LOGGERS):
         try:
-            exported = _trace(model, opset)
+            inputs = sample_inputs(model)
+            with _counting(blocks, lambda done: execution.progress("export", min(done, num_blocks), total)):
+                exported = simplify(_trace(model, inputs, opset))
         except ExportError:
             raise
         except Exception as error:  # whatever torch.export, torch.onnx or transformers raises
             raise ExportError(
                 f"transformers' ONNX exporter failed on {type(model).__name__} at opset {opset}: {error}", _REMEDY
             ) from error
-        execution.progress("export", 1, 3)
-        simplify(exported)
     _name_cache(exported.graph)
     canonicalise(exported)
     check_interface(exported.graph, num_blocks)
@@ -48,31 +51,27 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
         raise ExportError(
             f"The exporter made opset {exported.graph.opset_imports.get('')}, not {opset} as asked.", _REMEDY
         )
-    execution.progress("export", 2, 3)
+    execution.progress("export", total - 1, total)
     hidden_size = int(model.config.get_text_config().hidden_size)
     written = write_graph(exported, output, producer="transformers", hidden_size=hidden_size, num_blocks=num_blocks)
-    execution.progress("export", 3, 3)
+    execution.progress("export", total, total)
     return written
 
 
-def _trace(model: Any, opset: int) -> ir.Model:
+def _trace(model: Any, inputs: dict[str, Any], opset: int) -> ir.Model:
     import torch
 
     hugging_face = importlib.import_module("transformers.exporters")
-    inputs = sample_inputs(model)
     config = hugging_face.OnnxConfig(
         dynamic=True, dynamic_shapes=_dynamic_shapes(inputs), opset_version=opset, optimize=False
     )
     hook = model.register_forward_pre_hook(_link_lengths, with_kwargs=True)
-    training = model.training
-    model.eval()
     try:
         with torch.no_grad():
             program: ir.Model = hugging_face.OnnxExporter().export(model, inputs, config=config).program
             return program
     finally:
         hook.remove()
-        model.train(training)
 
 
 def sample_inputs(model: Any) -> dict[str, Any]:
@@ -144,10 +143,23 @@ def _name_cache(graph: ir.Graph) -> None:
 
 
 @contextlib.contextmanager
-def _on_cpu(model: Any) -> Iterator[None]:
-    device = next(model.parameters()).device
-    model.to("cpu")
+def _counting(blocks: Any, report: Callable[[int], None]) -> Iterator[None]:
+    """Calls ``report`` with the number of blocks entered so far."""
+    entered = itertools.count(1)
+    hooks = [block.register_forward_pre_hook(lambda *_: report(next(entered))) for block in blocks]
     try:
         yield
     finally:
-        model.to(device)
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _ready_for_export(model: Any) -> Iterator[None]:
+    """On the CPU and in evaluation mode; put back afterwards."""
+    device, training = next(model.parameters()).device, model.training
+    model.to("cpu").eval()
+    try:
+        yield
+    finally:
+        model.to(device).train(training)
