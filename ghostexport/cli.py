@@ -171,25 +171,27 @@ def sweep(
     """Benchmark several depths (everything else from the recipe): quality and speed over removed blocks."""
     from ghostexport import pipeline
     from ghostexport import show as screen
-    from ghostexport.benchmarking.sweep import collect, write_sweep
+    from ghostexport.benchmarking.report import render_sweep
+    from ghostexport.benchmarking.sweep import collect
     from ghostexport.recipe import Execution
-    from ghostexport.runfolder import RunFolder
+    from ghostexport.runfolder import RunFolder, write_bytes, write_json
 
     folders = [output / f"prune-{count}" for count in sorted(set(prune))]
     with screen.progress() as (progress, say):
         for folder in folders:
             count = int(folder.name.removeprefix("prune-"))
             resolved, run = resolve(model, folder, recipe, {"select": {"prune": count}})
+            write_bytes(run.recipe_path, resolved.to_yaml().encode())
             for stage in ("calibrate", "export"):
                 run.adopt(stage, RunFolder(folders[0]))
             pipeline.run(resolved, run, Execution(device=device, progress=progress, say=say), goal="bench")
     found = collect(folders)
     screen.print_sweep(found)
-    typer.echo(write_sweep(found, output))
+    write_json(output / "sweep.json", found.to_json())
+    write_bytes(output / "sweep.html", render_sweep(found).encode())
 
 
 @app.command()
-def report(run@app.command()
 def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     """Write RUN/report.html from what the finished stages left."""
     from ghostexport.benchmarking.report import write_report

@@ -87,7 +87,7 @@ class ExportSection(_Section):
 
 
 class BuildSection(_Section):
-    """How engines are shaped. Sizes are in sequences (batch) and tokens; each option is refused where a runtime lacks it.
+    """How engines are shaped. Sizes are in sequences (batch) and tokens; an option a runtime lacks is refused.
 
     Attributes:
         runtimes: runtimes to build for; empty chooses the best one usable here.
@@ -95,7 +95,7 @@ class BuildSection(_Section):
             profile for both.
         max_batch, opt_batch: largest batch and the one kernels are tuned for.
         max_tokens, max_past: most new tokens of one call, and most tokens in the KV cache before it (at least 0).
-        batch_points, token_points: inner upper limits; each splits the prefill (and decode) range into one more profile.
+        batch_points, token_points: inner upper limits; each splits the prefill (and decode) range once more.
         workspace: builder workspace limit in MiB.
         hardware_compatibility: GPUs other than the building one that may load the plan.
         version_compatible: later TensorRT versions may load the plan.
