@@ -49,7 +49,10 @@ def load_graph(path: Path) -> ir.Model:
     try:
         model = ir.from_proto(proto)
     except Exception as error:
-        raise SurgeryError(f"{path} is not a valid ONNX graph: {error}", "Export the model again.") from error
+        root: BaseException = error
+        while root.__cause__ is not None:  # onnx-ir wraps the reason once per nesting level
+            root = root.__cause__
+        raise SurgeryError(f"{path} is not a valid ONNX graph: {root}", "Export the model again.") from error
     ir_external.set_base_dir(model.graph, path.parent)
     try:
         model.graph.sort()

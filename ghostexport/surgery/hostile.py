@@ -33,7 +33,17 @@ def check_proto(proto: onnx.ModelProto, path: Path) -> None:
     _check_names(proto.graph, path, set())
 
 
+def _check_numbers(graph: onnx.GraphProto, path: Path) -> None:
+    for tensor in graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key in ("offset", "length") and not entry.value.isdecimal():
+                raise SurgeryError(
+                    f"{path}: weight {_short(tensor.name)} has {entry.key} {_short(entry.value)}.", _EXPORT_AGAIN
+                )
+
+
 def _check_names(graph: onnx.GraphProto, path: Path, outer: set[str]) -> None:
+    _check_numbers(graph, path)
     defined = set(outer)
     initializers = {t.name for t in graph.initializer}
     if len(initializers) != len(graph.initializer):

@@ -11,11 +11,19 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from ghostexport.errors import AlreadySpliced, BoundaryAmbiguous, NameCollision, SurgeryError, UnsupportedSharing
+from ghostexport.errors import (
+    AlreadySpliced,
+    BoundaryAmbiguous,
+    BoundaryNotFound,
+    NameCollision,
+    SurgeryError,
+    UnsupportedSharing,
+)
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.surgery.attention import is_attention, is_constant
 from ghostexport.surgery.boundaries import DecoderLayout, describe
+from ghostexport.surgery.stream import stream_type
 
 _OURS = re.compile(r"^ghost\.\d+\.")
 _SCOPE = re.compile(r"(?:^|[./_ '])(?:layers|layer|h|blocks|block)[./_](\d+)(?=$|[./_:'])")
@@ -43,12 +51,21 @@ def refuse_sharing(layout: DecoderLayout) -> None:
     """Raises UnsupportedSharing when blocks are tied together: KV sharing, per-block embeddings, misplaced caches."""
     flow = layout.flow
     attention: Counter[int] = Counter()
+    kv = {flow.index(port.value) for port in layout.body.past}
     for vertex in layout.stream:
         item = flow.vertices[vertex]
         owner = layout.block_of(vertex)
-        if isinstance(item, ir.Node) and owner is not None and is_attention(item):
-            attention[owner] += 1
+        if isinstance(item, ir.Node) and owner is not None:
+            opaque = bool(item.domain) and not kv.isdisjoint(flow.preds[vertex])
+            attention[owner] += opaque or is_attention(item)
     counts = {block: attention[block] for block in range(layout.num_blocks)}
+    if 0 in counts.values():
+        empty = [block for block, count in counts.items() if count == 0]
+        raise BoundaryNotFound(
+            f"No attention was found in block {empty[0]}, between {layout.points[empty[0]].name!r} and "
+            f"{layout.points[empty[0] + 1].name!r}: these are no decoder blocks.",
+            "Give the ONNX file of a decoder-only LLM.",
+        )
     if max(counts.values()) > 1 and len(set(counts.values())) > 1:
         most = max(counts, key=lambda b: counts[b])
         raise UnsupportedSharing(
@@ -95,14 +112,13 @@ def _second_embedding(layout: DecoderLayout) -> ir.Node | None:
         return None
     before = flow.ancestors([origin])
     tokens = {v for v in before if isinstance(flow.vertices[v], ir.Value)}
-    main = flow.descendants([layout.entry])
     for vertex in sorted(flow.descendants(tokens) - before):
         node = flow.vertices[vertex]
         if not isinstance(node, ir.Node) or node.op_type not in ("Gather", "GatherBlockQuantized"):
             continue
         table = node.inputs[0]
         direct = any(v is not None and flow.index(v) in tokens for v in node.inputs)
-        if direct and table is not None and is_constant(table) and _is_float_table(table) and vertex in main:
+        if direct and table is not None and is_constant(table) and _is_float_table(table):
             return node
     return None
 
@@ -164,11 +180,11 @@ def _stream_ancestors(layout: DecoderLayout, node: ir.Node) -> list[int | None]:
 def injections(layout: DecoderLayout) -> Iterator[tuple[int, str]]:
     """Vertices inside blocks where a float graph input of the stream's width joins the stream: ``(vertex, input)``."""
     flow, kv = layout.flow, {port.value for port in layout.body.past}
-    width = _last_dim(layout.points[-1].value or layout.points[-1].addends[0])
+    width = stream_type(layout).hidden_size
     for source, item in enumerate(flow.vertices):
         if not isinstance(item, ir.Value) or item in kv or source == layout.entry or item.dtype is None:
             continue
-        if not item.dtype.is_floating_point() or width is None or _last_dim(item) != width:
+        if not item.dtype.is_floating_point() or _last_dim(item) != width:
             continue
         side = flow.descendants([source]) - layout.stream | {source}
         for vertex in sorted({s for v in side for s in flow.succs[v]} & layout.stream):

@@ -1,0 +1,107 @@
+"""Surgery on graphs of every producer: ONNX Runtime on the cut graph equals PyTorch on the cut model.
+
+Prefill of 7 tokens, a decode step, then 12 tokens at once with past 8 (past the sliding windows of 8), batch 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from ghostexport.models import drop_blocks, insert_operators
+from ghostexport.surgery import inspect_graph, operate
+from tests.decoding import assert_same, chunks, onnx_logits, torch_logits
+from tests.surgery_cases import FIXTURES, SPANS, dense_operators, fixture_model, plan_of
+
+FOLDER = Path(__file__).parent.parent / "fixtures"
+LENGTHS = (7, 1, 12)
+FLOAT = [name for name in FIXTURES if not name.endswith("int4")]
+
+
+@functools.cache
+def _model(name: str) -> Any:
+    return fixture_model(name)
+
+
+@functools.cache
+def _reference(model_name: str, fixture: str, spans: str | None, with_operator: bool) -> list[Any]:
+    model = _model(fixture)
+    tokens = chunks(model.config.vocab_size, LENGTHS)
+    if spans is None:
+        return torch_logits(model, tokens)
+    pruned = drop_blocks(model, plan_of(spans))
+    if with_operator:
+        pruned = insert_operators(pruned, dense_operators(plan_of(spans), model.config.hidden_size))
+    return torch_logits(pruned, tokens)
+
+
+def _first_of(name: str) -> str:
+    """One fixture per model stands for all: their PyTorch reference is the same."""
+    return next(other for other, fixture in FIXTURES.items() if fixture.model == FIXTURES[name].model)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_the_blocks_are_found(name: str) -> None:
+    report = inspect_graph(FOLDER / name / "model.onnx")
+    assert report.blocker is None
+    assert (report.num_blocks, report.hidden_size) == (6, 32)
+    assert report.dtype == ("float16" if FIXTURES[name].dtype == "float16" else "float")
+    sums = 1 if FIXTURES[name].model in ("gpt-neox", "phi") else 2
+    assert [block["sums"] for block in report.blocks] == [sums] * 6
+    assert report.producer == FIXTURES[name].producer.split(" ")[0]
+
+
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("name", FLOAT)
+def test_a_cut_graph_equals_the_cut_model(name: str, spans: str, tmp_path: Path) -> None:
+    fixture, model = FIXTURES[name], _model(_first_of(name))
+    tokens = chunks(model.config.vocab_size, LENGTHS)
+    plan = plan_of(spans)
+    for with_operator in (False, True):
+        operators = dense_operators(plan, model.config.hidden_size) if with_operator else None
+        output = tmp_path / f"{with_operator}.onnx"
+        report = operate(FOLDER / name / "model.onnx", plan, operators, output)
+        assert report.blocks_after == len(plan.kept)
+        reference = _reference(fixture.model, _first_of(name), spans, with_operator)
+        assert_same(onnx_logits(output, tokens), reference, fixture.tolerance)
+
+
+@pytest.mark.parametrize("spans", SPANS)
+def test_int4_equals_the_dense_int4_graph_with_silenced_blocks(spans: str, tmp_path: Path) -> None:
+    """A block whose two output projections have zero scales adds nothing: the same as no block."""
+    source = FOLDER / "genai-llama-int4" / "model.onnx"
+    plan = plan_of(spans)
+    operate(source, plan, None, tmp_path / "cut.onnx")
+    model = ir.load(source)
+    silenced = 0
+    for name, value in model.graph.initializers.items():
+        block = next((b for b in range(6) if f".layers.{b}." in name), None)
+        if block not in plan.kept and block is not None and ("o_proj" in name or "down_proj" in name):
+            if "scale" in name:
+                assert value.const_value is not None
+                value.const_value = ir.Tensor(np.zeros_like(value.const_value.numpy()), name=name)
+                silenced += 1
+    assert silenced == 2 * plan.num_removed
+    ir.save(model, tmp_path / "silenced.onnx")
+    tokens = chunks(96, LENGTHS)
+    assert_same(onnx_logits(tmp_path / "cut.onnx", tokens), onnx_logits(tmp_path / "silenced.onnx", tokens), 1e-5)
+
+
+def test_int4_takes_a_float_operator(tmp_path: Path) -> None:
+    """Quantised blocks stay as they are; the operator at the embedding multiplies it before block 2."""
+    source, plan = FOLDER / "genai-llama-int4" / "model.onnx", plan_of("first")
+    operators = dense_operators(plan, 32, bias=False)
+    operate(source, plan, operators, tmp_path / "ghost.onnx")
+    before, after = ir.load(source), ir.load(tmp_path / "ghost.onnx")
+    kept = {name: value for name, value in after.graph.initializers.items() if not name.startswith("ghost.")}
+    for name, value in kept.items():
+        original = before.graph.initializers[name].const_value
+        assert original is not None and value.const_value is not None
+        assert value.const_value.tobytes() == original.tobytes()
+    delta = after.graph.initializers["ghost.0.delta"].const_value
+    assert delta is not None and np.array_equal(delta.numpy(), operators.operators[0].delta)

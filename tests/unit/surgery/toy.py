@@ -1,0 +1,257 @@
+"""Toy decoders written node by node, in many dialects, and the same computed with NumPy.
+
+One head, no mask, no rotary embedding, width ``C = 8``: small enough to check by hand, complete enough to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from ghostexport.operators import OperatorSet
+from ghostexport.plan import PrunePlan
+
+C, VOCABULARY = 8, 20
+
+
+@dataclass(frozen=True)
+class Toy:
+    """What to build.
+
+    Attributes:
+        blocks: number of decoder blocks.
+        parallel: attention and MLP read the same stream and are added in one sum.
+        cache: KV inputs and outputs; the first block's number is ``first``.
+        rank: 3 ``(B, T, C)``, or 2 for a token-major stream ``(T, C)``.
+        embeds: the embedding is outside the graph (input ``inputs_embeds``).
+        casts: an identity Cast after every sum, which all consumers read.
+        qdq: weights are int8 with DequantizeLinear.
+        positions: a second lookup by position is added to the embedding.
+        flaw: ``unet``, ``shared_kv``, ``per_layer_embedding``, ``deepstack``, ``tap`` or none.
+    """
+
+    blocks: int = 4
+    parallel: bool = False
+    cache: bool = True
+    first: int = 0
+    rank: int = 3
+    embeds: bool = False
+    casts: bool = False
+    qdq: bool = False
+    positions: bool = False
+    flaw: str = ""
+    seed: int = 0
+    kv: tuple[str, str, str, str] = (
+        "past_key_values.{}.key",
+        "past_key_values.{}.value",
+        "present.{}.key",
+        "present.{}.value",
+    )
+
+
+class Builder:
+    """Appends nodes to a list; names are meaningless on purpose."""
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+        self.weights: dict[str, ir.Value] = {}
+        self.inputs: list[ir.Value] = []
+        self.outputs: list[ir.Value] = []
+
+    def op(
+        self, kind: str, *inputs: ir.Value | None, domain: str = "", outputs: int = 1, **attributes: Any
+    ) -> ir.Value:
+        converted = [ir.convenience.convert_attribute(key, value) for key, value in attributes.items()]
+        node = ir.Node(domain, kind, list(inputs), converted, num_outputs=outputs, name=f"n{len(self.nodes)}")
+        for i, value in enumerate(node.outputs):
+            value.name = f"v{len(self.nodes)}_{i}"
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def weight(self, name: str, array: NDArray[Any]) -> ir.Value:
+        if name not in self.weights:
+            tensor = ir.Tensor(array, name=name)
+            self.weights[name] = ir.Value(
+                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+        return self.weights[name]
+
+    def input(self, name: str, dtype: ir.DataType, dims: Sequence[int | str]) -> ir.Value:
+        self.inputs.append(ir.Value(name=name, shape=ir.Shape(dims), type=ir.TensorType(dtype)))
+        return self.inputs[-1]
+
+    def output(self, value: ir.Value, name: str, dims: Sequence[int | str]) -> None:
+        value.name, value.shape, value.type = name, ir.Shape(dims), ir.TensorType(ir.DataType.FLOAT)
+        self.outputs.append(value)
+
+    def model(self) -> ir.Model:
+        graph = ir.Graph(
+            self.inputs,
+            self.outputs,
+            nodes=self.nodes,
+            initializers=list(self.weights.values()),
+            opset_imports={"": 20, "com.microsoft": 1},
+            name="toy",
+        )
+        return ir.Model(graph, ir_version=10, producer_name="toy")
+
+
+def weights(toy: Toy) -> dict[str, NDArray[np.float32]]:
+    generator = np.random.default_rng(toy.seed)
+    result = {"embed": generator.normal(size=(VOCABULARY, C)), "head": generator.normal(size=(C, VOCABULARY))}
+    result["positions"] = generator.normal(size=(64, C))
+    for k in range(toy.blocks):
+        for name, shape in (
+            ("q", (C, C)),
+            ("k", (C, C)),
+            ("v", (C, C)),
+            ("o", (C, C)),
+            ("up", (C, 12)),
+            ("down", (12, C)),
+        ):
+            values = generator.normal(size=shape) / shape[0] ** 0.5
+            result[f"{name}{k}"] = np.round(values * 32).clip(-127, 127) / 32 if toy.qdq else values
+        result[f"g{k}"], result[f"h{k}"] = 1 + 0.2 * generator.normal(size=(2, C))
+    return {name: array.astype(np.float32) for name, array in result.items()}
+
+
+@dataclass
+class _State:
+    builder: Builder
+    toy: Toy
+    arrays: Mapping[str, NDArray[np.float32]]
+    keys: list[ir.Value] = field(default_factory=list)
+    values: list[ir.Value] = field(default_factory=list)
+    streams: list[ir.Value] = field(default_factory=list)
+
+
+def build(toy: Toy) -> ir.Model:
+    """The graph of a toy decoder."""
+    b = Builder()
+    s = _State(b, toy, weights(toy))
+    lead: list[int | str] = ["tokens"] if toy.rank == 2 else ["batch", "tokens"]
+    if toy.embeds:
+        x = b.input("inputs_embeds", ir.DataType.FLOAT, [*lead, C])
+    else:
+        ids = b.input("input_ids", ir.DataType.INT64, lead)
+        x = b.op("Gather", b.weight("embed", s.arrays["embed"]), ids)
+    if toy.positions:
+        positions = b.input("position_ids", ir.DataType.INT64, lead)
+        x = b.op("Add", x, b.op("Gather", b.weight("positions", s.arrays["positions"]), positions))
+    extra = b.input("visual_embeds", ir.DataType.FLOAT, [*lead, C]) if toy.flaw == "deepstack" else None
+    for k in range(toy.blocks):
+        s.streams.append(x)
+        x = _block(s, x, k)
+        if toy.flaw == "per_layer_embedding":
+            x = b.op("Add", x, b.op("Gather", b.weight(f"own{k}", s.arrays["embed"]), ids))
+        if extra is not None and k == 1:
+            x = b.op("Add", x, extra)
+        if toy.flaw == "unet" and k == toy.blocks - 1:
+            x = b.op("Add", x, s.streams[1])
+        if toy.flaw == "tap" and k == 1:
+            b.output(b.op("Identity", x), "hidden_states", [*lead, C])
+    b.output(b.op("MatMul", x, b.weight("head", s.arrays["head"])), "logits", [*lead, VOCABULARY])
+    for k, (key, value) in enumerate(zip(s.keys, s.values, strict=True)):
+        if toy.cache:
+            dims = [*lead[:-1], "total", C]
+            b.output(key, toy.kv[2].format(k + toy.first), dims)
+            b.output(value, toy.kv[3].format(k + toy.first), dims)
+    return b.model()
+
+
+def _block(s: _State, x: ir.Value, k: int) -> ir.Value:
+    toy = s.toy
+    attention = _linear(s, _attention(s, _norm(s, x, f"g{k}"), k), f"o{k}")
+    if toy.parallel:
+        return _sum(s, _sum(s, attention, _mlp(s, _norm(s, x, f"h{k}"), k), cast=False), x)
+    middle = _sum(s, x, attention)
+    return _sum(s, middle, _mlp(s, _norm(s, middle, f"h{k}"), k))
+
+
+def _sum(s: _State, a: ir.Value, c: ir.Value, *, cast: bool = True) -> ir.Value:
+    total = s.builder.op("Add", a, c)
+    return s.builder.op("Cast", total, to=1) if s.toy.casts and cast else total
+
+
+def _norm(s: _State, x: ir.Value, name: str) -> ir.Value:
+    b = s.builder
+    axes = b.weight("axes", np.array([-1], np.int64))
+    mean = b.op("ReduceMean", b.op("Mul", x, x), axes, keepdims=1)
+    root = b.op("Sqrt", b.op("Add", mean, b.weight("epsilon", np.array(1e-6, np.float32))))
+    return b.op("Mul", b.op("Div", x, root), b.weight(name, s.arrays[name]))
+
+
+def _attention(s: _State, x: ir.Value, k: int) -> ir.Value:
+    b, toy = s.builder, s.toy
+    query = _linear(s, x, f"q{k}")
+    if toy.flaw == "shared_kv" and k >= toy.blocks - 2:
+        key, value = s.keys[1], s.values[1]
+    else:
+        key, value = _linear(s, x, f"k{k}"), _linear(s, x, f"v{k}")
+        if toy.cache:
+            dims: list[int | str] = ["past", C] if toy.rank == 2 else ["batch", "past", C]
+            past = [b.input(toy.kv[i].format(k + toy.first), ir.DataType.FLOAT, dims) for i in (0, 1)]
+            key, value = b.op("Concat", past[0], key, axis=-2), b.op("Concat", past[1], value, axis=-2)
+        s.keys.append(key)
+        s.values.append(value)
+    scores = b.op("MatMul", query, b.op("Transpose", key, perm=[1, 0] if toy.rank == 2 else [0, 2, 1]))
+    return b.op("MatMul", b.op("Softmax", scores, axis=-1), value)
+
+
+def _mlp(s: _State, x: ir.Value, k: int) -> ir.Value:
+    return _linear(s, s.builder.op("Sigmoid", _linear(s, x, f"up{k}")), f"down{k}")
+
+
+def _linear(s: _State, x: ir.Value, name: str) -> ir.Value:
+    b = s.builder
+    if not s.toy.qdq:
+        return b.op("MatMul", x, b.weight(name, s.arrays[name]))
+    stored = b.weight(f"{name}.int8", np.round(s.arrays[name] * 32).astype(np.int8))
+    scale = b.weight(f"{name}.scale", np.array(1 / 32, np.float32))
+    return b.op("MatMul", x, b.op("DequantizeLinear", stored, scale))
+
+
+def compute(
+    toy: Toy, plan: PrunePlan, operators: OperatorSet | None, x: NDArray[Any], past: Mapping[int, Any]
+) -> NDArray[np.float64]:
+    """Logits of the cut toy decoder, with NumPy in double precision.
+
+    Args:
+        x: embeddings ``(B, T, C)`` (or ``(T, C)``) that enter block 0.
+        past: dense block -> (key, value) of the cache.
+    """
+    w = {name: array.astype(np.float64) for name, array in weights(toy).items()}
+    x = x.astype(np.float64)
+    starts = {boundary.span.start: boundary.index for boundary in plan.boundaries}
+    for k in range(toy.blocks):
+        if k in starts and operators is not None:
+            x = operators.operators[starts[k]].apply(x)
+        if k not in plan.kept:
+            continue
+        a = _rms(x, w[f"g{k}"])
+        key, value = a @ w[f"k{k}"], a @ w[f"v{k}"]
+        if toy.cache:
+            key = np.concatenate([past[k][0], key], -2)
+            value = np.concatenate([past[k][1], value], -2)
+        scores = (a @ w[f"q{k}"]) @ np.swapaxes(key, -1, -2)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        attention = (scores / scores.sum(-1, keepdims=True)) @ value @ w[f"o{k}"]
+        middle = x + attention
+        m = _rms(x if toy.parallel else middle, w[f"h{k}"])
+        x = middle + (1 / (1 + np.exp(-(m @ w[f"up{k}"])))) @ w[f"down{k}"]
+    return np.asarray(x @ w["head"])
+
+
+def _rms(x: NDArray[Any], g: NDArray[Any]) -> NDArray[Any]:
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * g)
+
+
+def save(toy: Toy, path: Path) -> Path:
+    ir.save(build(toy), path, external_data=f"{path.name}.data", size_threshold_bytes=64)
+    return path
