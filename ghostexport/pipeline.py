@@ -127,7 +127,7 @@ def build(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]
     """Builds one engine per runtime and variant; engines that are current are kept."""
     from ghostexport import runtimes
 
-    written = []
+    written: list[Path] = []
     for name in recipe.build.runtimes:
         runtime = runtimes.RUNTIMES[name]
         for done, variant in enumerate(recipe.variants):

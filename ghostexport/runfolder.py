@@ -245,4 +245,4 @@ class RunFolder:
         if stat.st_size != record["bytes"]:
             return False
         # An untouched file is not hashed again: dense weights can be tens of gigabytes.
-        return stat.st_mtime_ns == record["mtime_ns"] or sha256_file(path) == record["sha256"]
+        return bool(stat.st_mtime_ns == record["mtime_ns"] or sha256_file(path) == record["sha256"])
