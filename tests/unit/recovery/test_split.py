@@ -1,0 +1,95 @@
+"""Split and zero fits against dense solves, and their place among the operators they contain."""
+
+import numpy as np
+import pytest
+import torch
+
+from ghostexport.recipe import RecoverSection
+from ghostexport.recovery import figures
+from ghostexport.recovery.cross_validation import median_diagonal
+from ghostexport.recovery.last_block import LastBlock
+from ghostexport.recovery.passes import BoundaryStatistics
+from ghostexport.recovery.split import PRIOR_RIDGE, fit_split, fit_zero, inner_moments
+from ghostexport.recovery.weighted import fit_weighted
+from tests.unit.recovery.synthetic import C, Planted, least_squares
+
+
+def errors(data, W, V):
+    """Weighted squared error of ``x_mid W + h V`` over the real tokens."""
+    mid, inner, post = data.rows(data.mid, data.inner, data.post)
+    return float(data.weights @ (post - mid @ W - inner @ V).square().sum(1))
+
+
+def parts(operator):
+    W = (
+        torch.eye(C).double()
+        if operator.matrix is None
+        else torch.eye(C).double() + torch.as_tensor(operator.matrix).double()
+    )
+    return W, torch.from_numpy(operator.folds[0].weight).double()
+
+
+def test_they_are_the_weighted_solutions_around_the_old_weights():
+    data = Planted()
+    mid, inner, pre, post = data.rows(data.mid, data.inner, data.pre, data.post)
+    folds = data.statistics.last_block_folds[0]
+    A = torch.cat([mid, inner], dim=1)
+    ridge = PRIOR_RIDGE * median_diagonal(folds)
+    expected = least_squares(A, post - pre, data.weights, ridge)
+    W, V = parts(fit_split(data.statistics, RecoverSection()))
+    np.testing.assert_allclose(W - torch.eye(C).double(), expected[:C], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(V - data.V0, expected[C:], rtol=1e-5, atol=1e-5)
+    ridge = PRIOR_RIDGE * median_diagonal(inner_moments(folds))
+    _, V = parts(fit_zero(data.statistics, RecoverSection()))
+    expected = least_squares(inner, post - pre, data.weights, ridge)
+    np.testing.assert_allclose(V - data.V0, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_planted_split_is_recovered():
+    data = Planted()
+    post = data.mid @ data.W + data.inner @ data.V
+    statistics = BoundaryStatistics(data.boundary, C, 480, (), 4, torch.device("cpu"), ("last-block",))
+    statistics.add(range(8), data.mask, data.pre, post, LastBlock(data.mid, data.inner, data.V0))
+    W, V = parts(fit_split(statistics, RecoverSection(ridge="cv")))
+    np.testing.assert_allclose(W, data.W, atol=1e-4)
+    np.testing.assert_allclose(V, data.V, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_order_in_sample(seed):
+    """split <= ghost-weighted, split <= replaceme, split <= zero <= replaceme, all with the same token weights."""
+    data = Planted(seed)
+    mid, inner, post = data.rows(data.mid, data.inner, data.post)
+    split = errors(data, *parts(fit_split(data.statistics, RecoverSection())))
+    zero = errors(data, *parts(fit_zero(data.statistics, RecoverSection())))
+    W = torch.eye(C).double() + torch.from_numpy(fit_weighted(data.statistics, RecoverSection()).delta).double()
+    ghost = errors(data, W, data.V0 @ W)
+    T = least_squares(inner @ data.V0, post - mid, data.weights)
+    replaceme = errors(data, torch.eye(C).double(), data.V0 @ T)
+    slack = 1 + 1e-2  # the ridge towards the old weights
+    assert split <= slack * min(ghost, zero, replaceme)
+    assert zero <= slack * replaceme
+
+
+def test_rank_solves_the_down_projection_again():
+    """At rank r no other V lowers the penalised objective, and at r = C the split is the full one."""
+    data = Planted()
+    full, low, whole = (fit_split(data.statistics, RecoverSection(rank=r)) for r in (None, 3, C))
+    for a, b in zip(parts(full), parts(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+    folds = data.statistics.last_block_folds[0]
+    W, V = parts(low)
+    D = torch.cat([W - torch.eye(C).double(), V - data.V0])
+    gradient = folds.gram @ D - folds.cross + PRIOR_RIDGE * median_diagonal(folds) * D
+    assert float(gradient[C:].abs().max()) < 1e-3 * float(folds.cross[C:].abs().max())
+
+
+def test_figures_measure_the_inside():
+    data = Planted()
+    operator = fit_split(data.statistics, RecoverSection())
+    assert operator.site == "mid" and operator.folds[0].block == 1 and operator.folds[0].role == "mlp_output"
+    W, V = parts(operator)
+    mid, inner, post = data.rows(data.mid, data.inner, data.post)
+    error = (post - mid @ W - inner @ V).norm(dim=1) / post.norm(dim=1)
+    got = figures(operator, data.statistics)["relative_error_calibration"]
+    assert got == pytest.approx(float(error.mean()), rel=1e-4)

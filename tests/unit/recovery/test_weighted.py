@@ -1,0 +1,31 @@
+"""Token-weighted least squares against a dense solve, with massive tokens that plain least squares follows."""
+
+import numpy as np
+import torch
+
+from ghostexport.moments import token_weights
+from ghostexport.recipe import RecoverSection
+from ghostexport.recovery import figures
+from ghostexport.recovery.ghost import fit_ghost
+from ghostexport.recovery.weighted import fit_weighted
+from tests.unit.recovery.synthetic import Planted, least_squares
+
+
+def test_it_is_the_weighted_least_squares_solution():
+    data = Planted()
+    pre, post = data.rows(data.pre, data.post)
+    torch.testing.assert_close(token_weights(post), data.weights)
+    for ridge in (1e-6, 0.5):
+        operator = fit_weighted(data.statistics, RecoverSection(ridge=ridge))
+        expected = least_squares(pre, post - pre, data.weights, ridge)
+        np.testing.assert_allclose(operator.delta, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_massive_tokens_rule_the_plain_fit_only():
+    """The plain fit has the smaller squared error, the weighted one by far the smaller relative error."""
+    data = Planted()
+    plain, weighted = (
+        figures(fit(data.statistics, RecoverSection()), data.statistics) for fit in (fit_ghost, fit_weighted)
+    )
+    assert plain["nmse_calibration"] < weighted["nmse_calibration"]
+    assert weighted["relative_error_calibration"] < 0.5 * plain["relative_error_calibration"]
