@@ -107,7 +107,7 @@ def find_layout(body: Body) -> DecoderLayout:
             "No attention was found between the inputs and the output: this graph is not a decoder-only LLM.",
             "Give the ONNX file of a decoder-only LLM; name its KV inputs with --kv-pattern if needed.",
         )
-    numbers = tuple(anchors)
+    numbers = _numbers(body, tuple(anchors))
     positions = [_position(flow, chain, segment, k, vertices) for k, vertices in anchors.items()]
     _require_increasing(flow, chain, numbers, positions)
     last = _last_sum(flow, chain, stream, positions[-1])
@@ -170,6 +170,12 @@ def _kv_anchors(flow: DataFlow, body: Body) -> dict[int, list[int]]:
             "Only decoders whose blocks all have a KV cache can be cut.",
         )
     return {number: anchors[number] for number in numbers}
+
+
+def _numbers(body: Body, found: tuple[int, ...]) -> tuple[int, ...]:
+    """Block numbers in names: those of the KV outputs where there are no KV inputs."""
+    present = tuple(sorted({port.block for port in body.present}))
+    return present if len(present) == len(found) else found
 
 
 def _attention_anchors(flow: DataFlow, stream: set[int], segment: list[int]) -> dict[int, list[int]]:

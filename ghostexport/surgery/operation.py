@@ -117,7 +117,7 @@ def cut_model(
         _check_operators(operators, streams[-1])
     changes = Changes(nodes_before=sum(1 for _ in model.graph.all_nodes()))
     for layout, stream in zip(layouts, streams, strict=True):
-        _cut_body(layout, stream, plan, operators, operator_dtype, changes)
+        _cut_body(model, layout, stream, plan, operators, operator_dtype, changes)
     _remove_kv(model, layouts, plan, changes)
     changes.initializers_dropped = [v.name or "" for v in cut.drop_unused_initializers(model.graph)]
     strip_metadata(model)
@@ -143,6 +143,7 @@ def find_layouts(model: ir.Model, kv_pattern: str | None = None) -> list[Decoder
 
 
 def _cut_body(
+    model: ir.Model,
     layout: DecoderLayout,
     stream: StreamType,
     plan: PrunePlan,
@@ -159,9 +160,9 @@ def _cut_body(
         for item in operator.folds if operator is not None else ():
             old, new = folds.fold(layout, item)
             folded[old] = new[0].name or ""
-            _register(graph, new, changes)
+            _register(model.graph, new, changes)
         done.append((operator, cut.cut(layout, boundary, operator, stream.dtype, dtype), folded))
-        _register(graph, list(done[-1][1].weights), changes)
+        _register(model.graph, list(done[-1][1].weights), changes)
     removed_outputs = {port.value for port in kv_cache.removed_outputs(layout, plan)}
     outputs = [value for value in graph.outputs if value not in removed_outputs]
     changes.shape_anchors |= kv_cache.repoint_shapes(layout, plan, cut.live_nodes(graph, outputs))
@@ -177,10 +178,13 @@ def _cut_body(
 
 def _register(graph: ir.Graph, values: Sequence[ir.Value], changes: Changes) -> None:
     """Adds new weights; the second body of a merged decoder reuses those of the first."""
-    root = graph
     for value in values:
-        root.register_initializer(value)
-        changes.new.append(value)
+        known = graph.initializers.get(value.name or "")
+        if known is None:
+            graph.register_initializer(value)
+            changes.new.append(value)
+        else:
+            value.replace_all_uses_with(known)
 
 
 def _block(layout: DecoderLayout, node: ir.Node) -> int | None:

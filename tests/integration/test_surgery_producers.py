@@ -81,11 +81,11 @@ def test_int4_equals_the_dense_int4_graph_with_silenced_blocks(spans: str, tmp_p
     silenced = 0
     for name, value in model.graph.initializers.items():
         block = next((b for b in range(6) if f".layers.{b}." in name), None)
-        if block not in plan.kept and block is not None and ("o_proj" in name or "down_proj" in name):
-            if "scale" in name:
-                assert value.const_value is not None
-                value.const_value = ir.Tensor(np.zeros_like(value.const_value.numpy()), name=name)
-                silenced += 1
+        projection = "o_proj" in name or "down_proj" in name
+        if block is not None and block not in plan.kept and projection and "scale" in name:
+            assert value.const_value is not None
+            value.const_value = ir.Tensor(np.zeros_like(value.const_value.numpy()), name=name)
+            silenced += 1
     assert silenced == 2 * plan.num_removed
     ir.save(model, tmp_path / "silenced.onnx")
     tokens = chunks(96, LENGTHS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ghostexport.plan import PrunePlan
 from ghostexport.surgery import inspect_graph, operate
 from tests.decoding import session
 from tests.surgery_cases import SPANS, dense_operators
-from tests.unit.surgery.toy import C, VOCABULARY, Toy, build, compute, save, weights
+from tests.unit.surgery.toy import VOCABULARY, C, Toy, build, build_merged, compute, define_plugin, save, weights
 
 TOLERANCE = 2e-5  # float32 graph against double-precision NumPy
 DIALECTS = {
@@ -78,6 +79,59 @@ def test_every_dialect_computes_what_numpy_does(dialect: str, spans: str, tmp_pa
         assert np.abs(got - expected).max() < TOLERANCE * np.abs(expected).max()
         assert report.blocks_after == len(plan.kept)
         assert len(report.kv_inputs_removed) == (2 * plan.num_removed if toy.cache else 0)
+
+
+@pytest.mark.parametrize("spans", SPANS)
+def test_blocks_that_are_functions(spans: str, tmp_path: Path) -> None:
+    toy, plan = Toy(blocks=6, function=True), PrunePlan.from_spans(6, SPANS[spans])
+    operators = dense_operators(plan, C)
+    operate(save(toy, tmp_path / "dense.onnx"), plan, operators, tmp_path / "out.onnx")
+    got, x, past = run(tmp_path / "out.onnx", toy, plan)
+    expected = compute(toy, plan, operators, x, past)
+    assert np.abs(got - expected).max() < TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("spans", SPANS)
+def test_attention_plugins_with_a_packed_cache(spans: str, tmp_path: Path) -> None:
+    """As TensorRT Edge-LLM writes it: embedding outside, ``trt`` domain, one cache per block that holds key and value."""
+    toy, plan = Toy(blocks=6, plugin=True, embeds=True, cache=False), PrunePlan.from_spans(6, SPANS[spans])
+    operators = dense_operators(plan, C)
+    source = save(toy, tmp_path / "dense.onnx")
+    assert inspect_graph(source).producer == "edge-llm"
+    operate(source, plan, operators, tmp_path / "out.onnx")
+    model = ir.load(tmp_path / "out.onnx")
+    define_plugin(model)
+    ir.save(model, tmp_path / "run.onnx")
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(2, 4, C)).astype(np.float32)
+    past = generator.normal(size=(6, 2, 2, 3, C)).astype(np.float32)
+    feeds = {"inputs_embeds": x} | {f"past_key_values_{new}": past[k] for new, k in enumerate(plan.kept)}
+    outputs = session(tmp_path / "run.onnx").run(None, feeds)
+    assert len(outputs) == 1 + len(plan.kept)
+    expected = compute(replace(toy, cache=True), plan, operators, x, dict(enumerate(past)))
+    assert np.abs(outputs[0] - expected).max() < TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("spans", SPANS)
+def test_merged_decoders_are_cut_in_both_branches(spans: str, tmp_path: Path) -> None:
+    toy, plan = Toy(blocks=6), PrunePlan.from_spans(6, SPANS[spans])
+    operators = dense_operators(plan, C)
+    ir.save(build_merged(toy), tmp_path / "dense.onnx", external_data="dense.onnx.data", size_threshold_bytes=64)
+    report = operate(tmp_path / "dense.onnx", plan, operators, tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx.data").stat().st_size < 1.3 * len(plan.removed) * 4 * (C * C + C)
+    assert len(report.kv_outputs_removed) == 2 * plan.num_removed
+    model = session(tmp_path / "out.onnx")
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, VOCABULARY, (2, 4))
+    for length in (0, 3):
+        past = {k: generator.normal(size=(2, 2, length, C)).astype(np.float32) for k in range(6)}
+        feeds: dict[str, Any] = {"input_ids": ids, "use_cache_branch": np.array([length > 0])}
+        for new, k in enumerate(plan.kept):
+            feeds[toy.kv[0].format(new)], feeds[toy.kv[1].format(new)] = past[k]
+        outputs = model.run(None, feeds)
+        assert len(outputs) == 1 + 2 * len(plan.kept)
+        expected = compute(toy, plan, operators, weights(toy)["embed"][ids], past)
+        assert np.abs(outputs[0] - expected).max() < TOLERANCE * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("form", ["factors", "diagonal", "bias"])

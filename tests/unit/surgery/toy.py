@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -33,6 +34,8 @@ class Toy:
         casts: an identity Cast after every sum, which all consumers read.
         qdq: weights are int8 with DequantizeLinear.
         positions: a second lookup by position is added to the embedding.
+        function: every block is a call of a function.
+        plugin: attention is one opaque operator with a packed, aliased cache, as TensorRT Edge-LLM writes it.
         flaw: ``unet``, ``shared_kv``, ``per_layer_embedding``, ``deepstack``, ``tap`` or none.
     """
 
@@ -45,6 +48,8 @@ class Toy:
     casts: bool = False
     qdq: bool = False
     positions: bool = False
+    function: bool = False
+    plugin: bool = False
     flaw: str = ""
     seed: int = 0
     kv: tuple[str, str, str, str] = (
@@ -83,6 +88,8 @@ class Builder:
         return self.weights[name]
 
     def input(self, name: str, dtype: ir.DataType, dims: Sequence[int | str]) -> ir.Value:
+        if known := [value for value in self.inputs if value.name == name]:
+            return known[0]
         self.inputs.append(ir.Value(name=name, shape=ir.Shape(dims), type=ir.TensorType(dtype)))
         return self.inputs[-1]
 
@@ -129,12 +136,44 @@ class _State:
     keys: list[ir.Value] = field(default_factory=list)
     values: list[ir.Value] = field(default_factory=list)
     streams: list[ir.Value] = field(default_factory=list)
+    packed: list[ir.Value] = field(default_factory=list)
+    past: bool = True
 
 
 def build(toy: Toy) -> ir.Model:
     """The graph of a toy decoder."""
     b = Builder()
-    s = _State(b, toy, weights(toy))
+    _decoder(_State(b, toy, weights(toy), past=toy.cache))
+    model = b.model()
+    if toy.function:
+        function = ir.from_proto(onnx.parser.parse_function(BLOCK))
+        model.functions[function.identifier()] = function
+        model.graph.opset_imports["pkg.toy"] = 1
+    return model
+
+
+def build_merged(toy: Toy) -> ir.Model:
+    """One ``If`` with a decoder in each branch, with and without cache, as optimum once merged them."""
+    outer = Builder()
+    branches = []
+    for past in (True, False):
+        inner = Builder()
+        inner.weights, inner.inputs = outer.weights, outer.inputs
+        _decoder(_State(inner, toy, weights(toy), past=past))
+        branches.append(ir.Graph([], inner.outputs, nodes=inner.nodes, name="with_past" if past else "no_past"))
+    flag = outer.input("use_cache_branch", ir.DataType.BOOL, [1])
+    outer.op("If", flag, outputs=len(branches[0].outputs), then_branch=branches[0], else_branch=branches[1])
+    for value, twin in zip(outer.nodes[-1].outputs, branches[0].outputs, strict=True):
+        assert twin.name is not None and twin.shape is not None
+        outer.output(value, twin.name, [d if isinstance(d, int) else str(d.value) for d in twin.shape])
+    for branch in branches:
+        for value in branch.outputs:
+            value.name = f"{branch.name}.{value.name}"
+    return outer.model()
+
+
+def _decoder(s: _State) -> None:
+    b, toy = s.builder, s.toy
     lead: list[int | str] = ["tokens"] if toy.rank == 2 else ["batch", "tokens"]
     if toy.embeds:
         x = b.input("inputs_embeds", ir.DataType.FLOAT, [*lead, C])
@@ -162,16 +201,92 @@ def build(toy: Toy) -> ir.Model:
             dims = [*lead[:-1], "total", C]
             b.output(key, toy.kv[2].format(k + toy.first), dims)
             b.output(value, toy.kv[3].format(k + toy.first), dims)
-    return b.model()
+    for k, present in enumerate(s.packed):
+        b.output(present, f"present_key_values_{k}", [2, *lead[:-1], "total", C])
 
 
 def _block(s: _State, x: ir.Value, k: int) -> ir.Value:
     toy = s.toy
+    if toy.function:
+        return _call(s, x, k)
     attention = _linear(s, _attention(s, _norm(s, x, f"g{k}"), k), f"o{k}")
     if toy.parallel:
         return _sum(s, _sum(s, attention, _mlp(s, _norm(s, x, f"h{k}"), k), cast=False), x)
     middle = _sum(s, x, attention)
     return _sum(s, middle, _mlp(s, _norm(s, middle, f"h{k}"), k))
+
+
+BLOCK = """
+<opset_import: ["" : 20], domain: "pkg.toy">
+Block (x, pk, pv, g, wq, wk, wv, wo, h, up, down, axes, epsilon) => (y, key, value)
+{
+   xx = Mul (x, x)
+   xm = ReduceMean <keepdims = 1> (xx, axes)
+   xe = Add (xm, epsilon)
+   xr = Sqrt (xe)
+   xd = Div (x, xr)
+   a = Mul (xd, g)
+   q = MatMul (a, wq)
+   k = MatMul (a, wk)
+   v = MatMul (a, wv)
+   key = Concat <axis = -2> (pk, k)
+   value = Concat <axis = -2> (pv, v)
+   kt = Transpose <perm = [0, 2, 1]> (key)
+   s = MatMul (q, kt)
+   p = Softmax <axis = -1> (s)
+   c = MatMul (p, value)
+   o = MatMul (c, wo)
+   m = Add (x, o)
+   mm = Mul (m, m)
+   mn = ReduceMean <keepdims = 1> (mm, axes)
+   me = Add (mn, epsilon)
+   mr = Sqrt (me)
+   md = Div (m, mr)
+   n = Mul (md, h)
+   u = MatMul (n, up)
+   z = Sigmoid (u)
+   d = MatMul (z, down)
+   y = Add (m, d)
+}
+"""
+
+PLUGIN = """
+<opset_import: ["" : 20], domain: "trt">
+AttentionPlugin (q, k, v, past) => (y, present)
+{
+   zero = Constant <value_ints = [0]> ()
+   kv0 = Unsqueeze (k, zero)
+   kv1 = Unsqueeze (v, zero)
+   kv = Concat <axis = 0> (kv0, kv1)
+   present = Concat <axis = 2> (past, kv)
+   key2, value2 = Split <axis = 0, num_outputs = 2> (present)
+   key = Squeeze (key2, zero)
+   value = Squeeze (value2, zero)
+   kt = Transpose <perm = [0, 2, 1]> (key)
+   s = MatMul (q, kt)
+   p = Softmax <axis = -1> (s)
+   y = MatMul (p, value)
+}
+"""
+
+
+def define_plugin(model: ir.Model) -> None:
+    """Gives the opaque attention a body, so that ONNX Runtime can run the graph."""
+    function = ir.from_proto(onnx.parser.parse_function(PLUGIN))
+    model.functions[function.identifier()] = function
+    model.graph.opset_imports["trt"] = 1
+
+
+def _call(s: _State, x: ir.Value, k: int) -> ir.Value:
+    b, toy = s.builder, s.toy
+    past = [b.input(toy.kv[i].format(k), ir.DataType.FLOAT, ["batch", "past", C]) for i in (0, 1)]
+    names = [f"g{k}", *(f"{n}{k}" for n in ("q", "k", "v", "o")), f"h{k}", f"up{k}", f"down{k}"]
+    constants = [b.weight("axes", np.array([-1], np.int64)), b.weight("epsilon", np.array(1e-6, np.float32))]
+    arguments = [b.weight(name, s.arrays[name]) for name in names]
+    y = b.op("Block", x, *past, *arguments, *constants, domain="pkg.toy", outputs=3)
+    s.keys.append(b.nodes[-1].outputs[1])
+    s.values.append(b.nodes[-1].outputs[2])
+    return y
 
 
 def _sum(s: _State, a: ir.Value, c: ir.Value, *, cast: bool = True) -> ir.Value:
@@ -190,11 +305,17 @@ def _norm(s: _State, x: ir.Value, name: str) -> ir.Value:
 def _attention(s: _State, x: ir.Value, k: int) -> ir.Value:
     b, toy = s.builder, s.toy
     query = _linear(s, x, f"q{k}")
+    if toy.plugin:
+        past = b.input(f"past_key_values_{k}", ir.DataType.FLOAT, [2, "batch", "past", C])
+        key, value = _linear(s, x, f"k{k}"), _linear(s, x, f"v{k}")
+        mixed = b.op("AttentionPlugin", query, key, value, past, domain="trt", outputs=2)
+        s.packed.append(b.nodes[-1].outputs[1])
+        return mixed
     if toy.flaw == "shared_kv" and k >= toy.blocks - 2:
         key, value = s.keys[1], s.values[1]
     else:
         key, value = _linear(s, x, f"k{k}"), _linear(s, x, f"v{k}")
-        if toy.cache:
+        if s.past:
             dims: list[int | str] = ["past", C] if toy.rank == 2 else ["batch", "past", C]
             past = [b.input(toy.kv[i].format(k + toy.first), ir.DataType.FLOAT, dims) for i in (0, 1)]
             key, value = b.op("Concat", past[0], key, axis=-2), b.op("Concat", past[1], value, axis=-2)
