@@ -123,7 +123,7 @@ class NvInfer:
             version=trt.__version__,
             variant=variant,
             device=vars(gpu) if isinstance(gpu, Gpu) else {"name": None, "reason": gpu},
-            profiles={profile.name: profile.shapes(interface.inputs) for profile in profiles},
+            profiles={wanted.name: wanted.shapes(interface.inputs) for wanted in profiles},
             flags=build_flags(settings),
             build_seconds=round(time.perf_counter() - started, 3),
             plan_bytes=sum(path.stat().st_size for path in parts),
@@ -212,8 +212,8 @@ class _Work:
         """Builds into ``path``: streamed where this release can, so that the plan is never in memory twice."""
         trt, builder, network, config = self.trt, self._builder, self._network, self._config
         with path.open("wb") as file:
-            if hasattr(builder, "build_serialized_network_to_stream"):
-                writer = _stream_writer(trt, file)
+            writer = _stream_writer(trt, file)
+            if writer is not None and hasattr(builder, "build_serialized_network_to_stream"):
                 done = builder.build_serialized_network_to_stream(network, config, writer)
                 if writer.error is not None:
                     raise writer.error
@@ -232,7 +232,7 @@ class _Work:
         parser = trt.OnnxParser(network, self.logger)
         self._alive.append(parser)
         if not parser.parse_from_file(str(self.graph)):
-            errors = [_parser_error(parser.get_error(i)) for i in range(parser.num_errors)]
+            errors = [_describe(parser.get_error(i)) for i in range(parser.num_errors)]
             raise self._error("the parser refuses the graph:\n" + "\n".join(errors))
         network.name = self.network_name
         inputs = [network.get_input(i).name for i in range(network.num_inputs)]
@@ -267,6 +267,10 @@ def _plans(target: Path, profiles: Sequence[Profile], settings: BuildSection) ->
 
 
 def _stream_writer(trt: Any, file: Any) -> Any:
+    """A vendor stream writer onto ``file``; None where the release has none."""
+    if not hasattr(trt, "IStreamWriter"):
+        return None
+
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
@@ -283,11 +287,10 @@ def _stream_writer(trt: Any, file: Any) -> Any:
     return Writer()
 
 
-def _parser_error(error: Any) -> str:
-    return (
-        f"  node {error.node()} {error.node_name()!r} ({error.node_operator()}): {error.desc()} "
-        f"[{error.code()}, {error.func()} at {error.file()}:{error.line()}]"
-    )
+def _describe(parser_error: Any) -> str:
+    node = f"node {parser_error.node()} {parser_error.node_name()!r} ({parser_error.node_operator()})"
+    position = f"{parser_error.func()} at {parser_error.file()}:{parser_error.line()}"
+    return f"  {node}: {parser_error.desc()} [{parser_error.code()}, {position}]"
 
 
 def _estimate(what: str, interface: Interface) -> str:

@@ -61,11 +61,11 @@ def load_plan(trt: Any, title: str, plan: Path, logger: Any, runtime: Any) -> An
     Raises:
         RuntimeUnavailableError: this machine or version cannot load it; the log is in the message.
     """
-    engine = runtime.deserialize_cuda_engine(plan.read_bytes())
-    if engine is None:
+    cuda_engine = runtime.deserialize_cuda_engine(plan.read_bytes())
+    if cuda_engine is None:
         meaning, remedy = explain(logger.text) or ("the library refuses it", "Build the engine again on this machine.")
         raise RuntimeUnavailableError(f"{title} cannot load {plan}: {meaning}.\n{logger.text}", remedy)
-    return engine
+    return cuda_engine
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def configure(
         config.hardware_compatibility_level = level
     if settings.opt_level is not None:
         config.builder_optimization_level = settings.opt_level
-    if settings.compute_capability:
+    if settings.compute_capability and hasattr(trt, "ComputeCapability"):
         config.num_compute_capabilities = len(settings.compute_capability)
         for index, target in enumerate(settings.compute_capability):
             if not config.set_compute_capability(getattr(trt.ComputeCapability, target), index):

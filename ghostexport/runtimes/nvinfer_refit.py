@@ -58,8 +58,8 @@ def swap(trt: Any, title: str, engine: EngineFile, operators: OperatorSet, targe
 def _refit(trt: Any, title: str, plan: Path, weights: dict[str, NDArray[Any]]) -> bytes:
     logger = capture_log(trt)
     runtime = create_runtime(trt, title, logger)
-    engine = load_plan(trt, title, plan, logger, runtime)
-    refitter = trt.Refitter(engine, logger)
+    cuda_engine = load_plan(trt, title, plan, logger, runtime)
+    refitter = trt.Refitter(cuda_engine, logger)
     alive = []  # Weights do not copy: the arrays must live until the refit is done
     for name, array in weights.items():
         values, kept = _weights(trt, array, refitter.get_weights_prototype(name).dtype)
@@ -73,10 +73,10 @@ def _refit(trt: Any, title: str, plan: Path, weights: dict[str, NDArray[Any]]) -
         )
     if not refitter.refit_cuda_engine():
         raise BuildError(f"{title} cannot refit {plan}.", "Build the variant instead.", log=logger.text)
-    config = engine.create_serialization_config()
+    serialization = cuda_engine.create_serialization_config()
     if hasattr(trt.SerializationFlag, "INCLUDE_REFIT"):
-        config.set_flag(trt.SerializationFlag.INCLUDE_REFIT)  # the result can be swapped again
-    serialised = engine.serialize_with_config(config)
+        serialization.set_flag(trt.SerializationFlag.INCLUDE_REFIT)  # the result can be swapped again
+    serialised = cuda_engine.serialize_with_config(serialization)
     if serialised is None:
         raise BuildError(
             f"{title} cannot serialise the refitted {plan}.", "Build the variant instead.", log=logger.text

@@ -49,7 +49,7 @@ class NvCache:
 class _Plan:
     """A deserialised plan: its context, which profiles it has, and what its last call looked like."""
 
-    engine: Any
+    cuda_engine: Any
     context: Any
     profiles: list[str]
     active: int = 0
@@ -82,7 +82,7 @@ class NvSession:
             {past: device.empty(self._capacity(outputs[present])) for past, present in self._kv.items()}
             for _ in range(2)
         ]
-        aliased = getattr(self._plans[0].engine, "get_aliased_input_tensor", lambda name: None)
+        aliased = getattr(self._plans[0].cuda_engine, "get_aliased_input_tensor", lambda name: None)
         self._in_place = frozenset(past for past, present in self._kv.items() if aliased(present) == past)
         self._other: dict[str, Any] = {}  # output buffers outside the cache, grown on demand: logits can be huge
         self._epoch = self._step = 0
@@ -108,7 +108,7 @@ class NvSession:
 
     def close(self) -> None:
         """Frees the engine; keeps the kernels that TensorRT-RTX finished on this machine beside the plan."""
-        if self._runtime_cache is not None:
+        if hasattr(self._trt, "IRuntimeCache") and self._runtime_cache is not None:
             write_bytes(self._runtime_cache_path, bytes(self._runtime_cache.serialize()))
             self._runtime_cache = None
         self._plans.clear()
@@ -118,46 +118,45 @@ class NvSession:
 
     def _open(self, path: Path) -> _Plan:
         trt = self._trt
-        engine = load_plan(trt, self._title, path, self._logger, self._runtime)
+        cuda_engine = load_plan(trt, self._title, path, self._logger, self._runtime)
         if self.engine.flags["strip_plan"]:
-            self._restore_weights(engine, path)
-        if self.engine.flags["weight_streaming"] and hasattr(engine, "weight_streaming_budget_v2"):
-            engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
-        context = self._context(engine)
+            self._restore_weights(cuda_engine, path)
+        if self.engine.flags["weight_streaming"] and hasattr(cuda_engine, "weight_streaming_budget_v2"):
+            cuda_engine.weight_streaming_budget_v2 = cuda_engine.get_weight_streaming_automatic_budget()
+        context = self._context(cuda_engine)
         if context is None:
             raise RuntimeUnavailableError(
                 f"{self._title} cannot create an execution context for {path}.\n{self._logger.text}",
                 "Free GPU memory, or build with a smaller --max-batch, --max-tokens or --max-past.",
             )
         kind = path.name.removesuffix(".engine").rpartition(".")[2]
-        names = list(self.engine.profiles)
-        return _Plan(
-            engine, context, [n for n in names if n.startswith(kind)] if len(self.engine.sha256) > 1 else names
-        )
+        split = len(self.engine.sha256) > 1
+        profiles = [name for name in self.engine.profiles if name.startswith(kind) or not split]
+        return _Plan(cuda_engine, context, profiles)
 
-    def _context(self, engine: Any) -> Any:
+    def _context(self, cuda_engine: Any) -> Any:
         trt = self._trt
         if not hasattr(trt, "IRuntimeCache"):
-            return engine.create_execution_context()
-        config = engine.create_runtime_config()
+            return cuda_engine.create_execution_context()
+        runtime_config = cuda_engine.create_runtime_config()
         if self._runtime_cache is None:
-            self._runtime_cache = config.create_runtime_cache()
+            self._runtime_cache = runtime_config.create_runtime_cache()
             if self._runtime_cache_path.exists():
                 self._runtime_cache.deserialize(self._runtime_cache_path.read_bytes())
-        config.set_runtime_cache(self._runtime_cache)
-        config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-        return engine.create_execution_context(config)
+        runtime_config.set_runtime_cache(self._runtime_cache)
+        runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        return cuda_engine.create_execution_context(runtime_config)
 
     @property
     def _runtime_cache_path(self) -> Path:
         return self.engine.sidecar.with_suffix(".runtime_cache")
 
-    def _restore_weights(self, engine: Any, path: Path) -> None:
+    def _restore_weights(self, cuda_engine: Any, path: Path) -> None:
         trt = self._trt
         graph = path.parent / self.engine.extra["graph"]
-        refitter = trt.Refitter(engine, self._logger)
-        parser = trt.OnnxParserRefitter(refitter, self._logger)
-        if not parser.refit_from_file(str(graph)) or not refitter.refit_cuda_engine():
+        refitter = trt.Refitter(cuda_engine, self._logger)
+        refit_parser = trt.OnnxParserRefitter(refitter, self._logger)
+        if not refit_parser.refit_from_file(str(graph)) or not refitter.refit_cuda_engine():
             raise BuildError(
                 f"{path} holds no weights, and they cannot be taken from {graph}.",
                 "Keep the graph it was built from where it was, or build without --strip-plan.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from ghostexport.errors import BuildError
 from ghostexport.operators import OperatorSet
-from ghostexport.runfolder import atomic_path, write_bytes
+from ghostexport.runfolder import atomic_path, require_space, write_bytes
 from ghostexport.runtimes.base import EngineFile
 from ghostexport.runtimes.interface import external, load_graph
 from ghostexport.runtimes.operator_weights import operator_weights
@@ -23,26 +22,26 @@ _CHUNK = 1 << 24
 def write_sharing(optimised: Path, graph: Path, engine: Path) -> list[Path]:
     """Writes ``optimised`` as ``engine``; returns all files of the engine, ``engine`` first.
 
-    An initializer that optimisation left alone refers to the graph's own data file, hard-linked beside the engine (a
-    copy where the file system cannot); only new ones are written, to ``<engine>.constants``. So the engines of seven
+    An initializer that optimisation left alone refers to a copy of the graph's own data file beside the engine, which
+    all engines of the folder share; only new ones are written, to ``<engine>.constants``. So the engines of seven
     variants hold the model's weights once.
     """
     model = load_graph(optimised)
     source = {i.name: i for i in load_graph(graph).graph.initializer}
-    linked: dict[str, Path] = {}
+    shared: dict[str, Path] = {}
     new: list[Any] = []
     for initializer in model.graph.initializer:
         where = external(initializer)
         twin = source.get(initializer.name)
         if where and twin is not None and external(twin) and _same(initializer, optimised, twin, graph):
             location = external(twin)["location"]
-            linked[location] = graph.parent / location
+            shared[location] = graph.parent / location
             _refer(initializer, location, int(external(twin).get("offset", 0)), int(where["length"]))
         elif where:
             new.append(initializer)
-    for location, path in linked.items():
-        _link(path, engine.parent / location)
-    files = [engine, *(engine.parent / location for location in linked)]
+    for location, path in shared.items():
+        _share(path, engine.parent / location)
+    files = [engine, *(engine.parent / location for location in shared)]
     constants = engine.with_name(f"{engine.name}.constants")
     if new:
         with atomic_path(constants) as temporary, temporary.open("wb") as file:
@@ -79,7 +78,7 @@ def swap(engine: EngineFile, operators: OperatorSet, target: Path) -> EngineFile
     write_bytes(data, bytes(content))
     used = {external(i)["location"] for i in model.graph.initializer if external(i)} - {data.name}
     for name in sorted(used):
-        _link(engine.path.parent / name, new.parent / name)
+        _share(engine.path.parent / name, new.parent / name)
     write_bytes(new, model.SerializeToString(deterministic=True))
     files = [new, *(new.parent / name for name in sorted(used)), data]
     result = dataclasses.replace(
@@ -124,12 +123,10 @@ def _refer(initializer: Any, location: str, offset: int, length: int) -> None:
         entry.key, entry.value = key, str(value)
 
 
-def _link(source: Path, target: Path) -> None:
-    if target.exists() and target.samefile(source):
+def _share(source: Path, target: Path) -> None:
+    """Copies a data file unless the same one is there. Not a link: ``onnx.load`` refuses linked data files."""
+    if target.exists() and (target.samefile(source) or file_sha256(target) == file_sha256(source)):
         return
+    require_space(target.parent, source.stat().st_size, f"the weights {target.name}")
     with atomic_path(target) as temporary:
-        temporary.unlink()
-        try:
-            os.link(source, temporary)
-        except OSError:  # another file system, or one without hard links
-            shutil.copyfile(source, temporary)
+        shutil.copyfile(source, temporary)

@@ -1,4 +1,5 @@
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx import TensorProto
@@ -62,7 +63,8 @@ def test_engines_of_two_variants_hold_the_models_weights_once(tmp_path):
     dense, ghost = (build(graph, tmp_path) for graph in (dense_graph(), variant_graph("ghost")))
     assert list(dense.sha256)[:2] == ["dense.onnx", "dense.onnx.data"]
     shared = tmp_path / "dense.onnx.data"
-    assert shared.samefile(dense_graph().with_name("dense.onnx.data"))
+    assert shared.read_bytes() == dense_graph().with_name("dense.onnx.data").read_bytes()
+    onnx.load(dense.path)  # refuses data files that are links
     assert {"dense.onnx.data", "ghost.onnx.data"} < set(ghost.sha256)
     assert ghost.path.stat().st_size < shared.stat().st_size / 4
     assert read_sidecar(ghost.path) == ghost == read_sidecar(ghost.sidecar)
