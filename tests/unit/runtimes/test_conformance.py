@@ -5,6 +5,7 @@ behind a probe that fails there is dead and not checked. Vendor objects are reco
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,66 @@ def test_no_precision_flag_and_no_version_comparison_anywhere():
             word in source for word in ("BuilderFlag.FP16", "BuilderFlag.BF16", "BuilderFlag.INT8", "EXPLICIT_BATCH")
         )
         assert "__version__ <" not in source and "__version__ >" not in source
+
+
+def overloads(docstring):
+    """``(required, names)`` of every signature in a pybind11 docstring, ``self`` left out."""
+    found = []
+    for match in re.finditer(r"^(?:\d+\. )?\w+\((self: .*)\) -> ", docstring or "", re.MULTILINE):
+        depth, parts = 0, [""]
+        for character in match.group(1):
+            depth += (character in "[(<") - (character in "])>")
+            if character == "," and depth == 0:
+                parts.append("")
+            else:
+                parts[-1] += character
+        arguments = [part.strip() for part in parts[1:]]
+        found.append((sum("=" not in a for a in arguments), [a.split(":")[0].strip() for a in arguments]))
+    return found
+
+
+def calls(source):
+    """``(class, method, positional, keywords)`` of every call on a vendor object."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            kind = owner(node.func.value, {})
+            if kind not in (None, MODULE) and not any(isinstance(a, ast.Starred) for a in node.args):
+                yield kind, node.func.attr, len(node.args), {k.arg for k in node.keywords}
+
+
+def test_calls_fit_the_signatures_of_the_real_rtx_bindings():
+    trt = pytest.importorskip("tensorrt_rtx")
+    checked = 0
+    for name in FILES:
+        for kind, method, positional, keywords in calls((PACKAGE / name).read_text()):
+            if method == "__init__":
+                continue
+            signatures = overloads(getattr(getattr(trt, kind), method).__doc__)
+            assert signatures, (kind, method)
+            assert any(
+                required <= positional + len(keywords) <= len(names) and keywords <= set(names)
+                for required, names in signatures
+            ), (kind, method, positional, keywords, signatures)
+            checked += 1
+    assert checked > 40
+
+
+def test_the_rtx_listing_is_that_of_the_installed_bindings():
+    trt = pytest.importorskip("tensorrt_rtx")
+    release = f"tensorrt_rtx-{trt.__version__}"
+    if release not in RELEASES:
+        pytest.skip(f"no listing of {release}")
+    for kind in {*CLASSES.values(), "BuilderFlag", "ComputeCapability", "HardwareCompatibilityLevel"}:
+        real = {name for name in dir(getattr(trt, kind)) if not name.startswith("_")}
+        assert real == listing(release)[kind], kind
+
+
+def test_named_flags_and_levels_are_known_to_some_release():
+    from ghostexport.recipe import BuildSection
+    from ghostexport.runtimes.nvinfer_options import _FLAGS, _member
+
+    for flag in _FLAGS.values():
+        assert all(flag in listing(release)["BuilderFlag"] for release in RELEASES)
+    levels = BuildSection.model_fields["hardware_compatibility"].annotation.__args__
+    for level in levels:
+        assert any(_member(level) in listing(release)["HardwareCompatibilityLevel"] for release in RELEASES), level
