@@ -47,6 +47,7 @@ _SMALL = {
     "max_position_embeddings": 64,
 }
 _SMALL_GQA = _SMALL | {"head_dim": 8}
+_FUSED = {"head_dim": 16}  # ONNX Runtime's GroupQueryAttention takes multiples of 16
 
 
 @dataclass(frozen=True)
@@ -92,4 +93,4 @@ def fixture_model(name: str) -> Any:
 
     fixture = FIXTURES[name]
     sizes = _SMALL if fixture.model in ("gpt-neox", "phi") else _SMALL_GQA
-    return tiny(fixture.model, **sizes)
+    return tiny(fixture.model, **(sizes if fixture.standard else sizes | _FUSED))
