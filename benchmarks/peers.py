@@ -127,7 +127,8 @@ class GenaiSession:
 
     def forward(self, input_ids: Any, cache: Held) -> tuple[Any, Held]:
         _, longer = self.timed_forward(input_ids, cache)
-        return np.asarray(cache.inner.get_logits(), np.float32), longer
+        # get_logits() holds one position and, after a prompt, not the last one (0.18); the output holds all
+        return np.array(longer.inner.get_output("logits"), np.float32), longer
 
     def timed_forward(self, input_ids: Any, cache: Held) -> tuple[float, Held]:
         start = time.perf_counter_ns()
