@@ -1,0 +1,196 @@
+"""Refits on real tiny models against dense solves; what must not change does not change."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ghostexport import models, recovery
+from ghostexport.calibration import CalibrationSet
+from ghostexport.errors import RecoveryError
+from ghostexport.moments import BoundaryMoments
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recovery.refit import RIDGES, _Step, _Walk, choose_change, steps
+from ghostexport.recovery.streams import SingleBlock, fill, open_streams
+from tests.tiny import tiny
+from tests.unit.recovery.synthetic import least_squares
+
+
+def windows(count, seed):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(40, 61, count)
+    return CalibrationSet.from_tokens(random.integers(3, 128, (count, 60)), np.arange(60) < lengths[:, None])
+
+
+CALIBRATION, HELD_OUT = windows(48, 0), windows(6, 1)
+
+
+def recover(loaded, spans, name, **section):
+    plan = PrunePlan.from_spans(6, spans)
+    sets = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, RecoverSection(operators=(name,), **section))
+    return plan, sets[name]
+
+
+def silent(name, blocks):
+    """A tiny model in which some blocks add nothing to the stream."""
+    model = tiny(name)
+    for index in blocks:
+        projections = models.find_projections(model, index)
+        for projection in (projections.attention_output, projections.mlp_output):
+            projection.weight.data.zero_()
+            if projection.bias is not None:
+                projection.bias.data.zero_()
+    return models.from_memory(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_where_nothing_is_lost_nothing_changes(name):
+    """Removing blocks that do nothing: the refit is the identity."""
+    loaded = silent(name, (2, 3))
+    plan, operators = recover(loaded, [[2, 4]], "ghost-weighted+refit")
+    assert np.abs(operators.operators[0].delta).max() < 1e-6
+    blocks = {b: models.find_projections(loaded.model, b) for b in plan.kept}
+    for fold in operators.operators[0].folds:
+        projection = getattr(blocks[fold.block], fold.role)
+        old = projection.weight if name == "gpt2" else projection.weight.T
+        np.testing.assert_allclose(fold.weight, old, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox"])
+def test_a_planted_correction_is_recovered(name):
+    """A block whose two projections were spoilt learns them back from its own dense self."""
+    loaded = models.from_memory(tiny(name))
+    step = _Step(3, 3, 0, ("attention_output", "mlp_output"))
+    with open_streams(loaded, CALIBRATION) as streams:
+        walk = _Walk(loaded, CALIBRATION, streams, Execution())
+        fill(loaded, CALIBRATION, 3, streams.repaired)
+        streams.dense.copy_(streams.repaired)
+        walk.depth = 3
+        student = SingleBlock(loaded, 3, "refit")
+        random = torch.Generator().manual_seed(0)
+        for projection in (student.attention_output, student.mlp_output):
+            noise = torch.randn(projection.weight.shape, generator=random)
+            projection.weight.data += 0.3 * float(projection.weight.std()) * noise
+        folds, judged = [], []
+        walk.teach(student, step, folds, judged)
+    assert [entry["role"] for entry in judged] == ["attention_output", "mlp_output"]
+    if name == "gpt-neox":  # parallel: attention is solved against the sum of both, and the MLP against the rest
+        assert judged[-1]["after"] < 0.9
+        return
+    assert all(entry["after"] < 0.02 for entry in judged)
+    if name == "llama":  # GPT-2's activations leave some directions of the weight without effect
+        for fold in folds:
+            weight = getattr(models.find_projections(loaded.model, 3), fold.role).weight.T
+            assert np.linalg.norm(fold.weight - weight.numpy()) < 0.02 * float(weight.norm()), fold.role
+
+
+def test_the_first_refitted_weight_is_the_ridge_solution():
+    """o_proj of the block behind the cut, from the patched model's own activations and dense float64 QR."""
+    loaded = models.from_memory(tiny("gpt2"))
+    plan, operators = recover(loaded, [[2, 4]], "ghost-weighted+refit")
+    operator = operators.operators[0]
+    (fold,) = [f for f in operator.folds if (f.block, f.role) == (4, "attention_output")]
+    entry = next(e for e in operator.fit["refit"] if (e["block"], e["role"]) == (4, "attention_output"))
+    alone = recover(loaded, [[2, 4]], "ghost-weighted")[1]
+    patched = models.patch(loaded, plan, alone).model
+    seen = {}
+    block, dense = patched.transformer.h[2], loaded.model.transformer.h[4]
+    hooks = [
+        block.attn.c_proj.register_forward_pre_hook(lambda m, a: seen.update(c=a[0])),
+        block.ln_2.register_forward_pre_hook(lambda m, a: seen.update(have=a[0])),
+        dense.ln_2.register_forward_pre_hook(lambda m, a: seen.update(aim=a[0])),
+    ]
+    ids, mask = torch.from_numpy(CALIBRATION.tokens), torch.from_numpy(CALIBRATION.attention_mask)
+    with torch.no_grad():
+        patched(ids, attention_mask=mask)
+        loaded.model(ids, attention_mask=mask)
+    for hook in hooks:
+        hook.remove()
+    c, have, aim = (seen[key][mask.bool()].double() for key in ("c", "have", "aim"))
+    c = torch.cat([c, torch.ones(len(c), 1)], dim=1)  # GPT-2 has biases
+    w = 1 / (aim.square().mean(1) + 1e-6)
+    scale = float((w[:, None] * c.square()).sum(0).median())
+    change = least_squares(c, aim - have, w, entry["ridge"] * scale)
+    np.testing.assert_allclose(fold.weight, block.attn.c_proj.weight.double() + change[:-1], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(fold.bias, block.attn.c_proj.bias.double() + change[-1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "qwen2"])
+def test_refitting_brings_held_out_text_nearer(name):
+    loaded = models.from_memory(tiny(name))
+    before = loaded.model(torch.from_numpy(HELD_OUT.tokens)).logits
+    errors = []
+    for kind in ("ghost-weighted", "ghost-weighted+refit"):
+        plan, operators = recover(loaded, [[1, 2], [3, 4]], kind)
+        logits = models.patch(loaded, plan, operators).model(torch.from_numpy(HELD_OUT.tokens)).logits
+        errors.append(float((logits - before).norm()))
+    assert errors[1] < errors[0]
+    figures = operators.operators[1].fit
+    assert figures["relative_error_final_held_out"] > 0 and figures["relative_error_held_out"] > 0
+    torch.testing.assert_close(loaded.model(torch.from_numpy(HELD_OUT.tokens)).logits, before, rtol=0, atol=0)
+    assert not list(Path(tempfile.gettempdir()).glob("ghostexport-streams-*"))
+
+
+def test_upstream_blocks_are_refitted_too():
+    loaded = models.from_memory(tiny("llama"))
+    operators = recover(loaded, [[3, 5]], "ghost-zero+refit", refit_upstream=2)[1]
+    touched = {(f.block, f.role) for f in operators.operators[0].folds}
+    assert touched >= {(1, "attention_output"), (1, "mlp_output"), (2, "attention_output"), (2, "mlp_output")}
+    assert len(touched) == len(operators.operators[0].folds)
+    assert not operators.operators[0].adds_nodes
+
+
+def test_steps():
+    plan = PrunePlan.from_spans(12, [[4, 7], [9, 10]])
+    assert [(s.block, s.teacher, s.boundary) for s in steps(plan, False, 0)] == [
+        (7, 7, 0), (8, 8, 0), (10, 10, 1), (11, 11, 1),
+    ]  # fmt: skip
+    upstream = steps(plan, True, 2)
+    assert [(s.block, s.teacher, s.boundary) for s in upstream] == [
+        (2, 3, 0), (3, 6, 0), (7, 8, 1), (8, 9, 1), (10, 10, 1), (11, 11, 1),
+    ]  # fmt: skip
+    assert [s.roles for s in upstream if s.block in (3, 8)] == [("attention_output",)] * 2
+
+
+def test_judges_refuse_what_does_not_carry_over():
+    """A relation that holds in the fitting sequences only is not learnt; one that holds everywhere is."""
+    random = torch.Generator().manual_seed(0)
+    X = [torch.randn(40, 12, generator=random).double() for _ in range(2)]
+    D = torch.randn(12, 12, generator=random).double()
+    noise = [torch.randn(40, 12, generator=random).double() for _ in range(2)]
+    fitting, judging = BoundaryMoments(12), BoundaryMoments(12)
+    fitting.add_change(X[0], X[0] @ D)
+    judging.add_change(X[1], noise[1])
+    assert choose_change(fitting, judging).change is None
+    judging = BoundaryMoments(12)
+    judging.add_change(X[1], X[1] @ D)
+    choice = choose_change(fitting, judging)
+    assert choice.ridge == RIDGES[0] and choice.error < 1e-3
+    torch.testing.assert_close(choice.change, D, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2"])
+@pytest.mark.parametrize("kind", ["ghost-split", "ghost-zero", "ghost-weighted+refit"])
+def test_post_norm_models_are_refused(name, kind):
+    with pytest.raises(RecoveryError, match="a norm stands between"):
+        recover(models.from_memory(tiny(name)), [[2, 4]], kind)
+
+
+def test_what_does_not_apply_says_so():
+    neox = models.from_memory(tiny("gpt-neox"))
+    for kind in ("ghost-split", "ghost-zero+refit"):
+        with pytest.raises(RecoveryError, match="attention and MLP"):
+            recover(neox, [[2, 4]], kind)
+    llama = models.from_memory(tiny("llama"))
+    for kind in ("ghost-split", "ghost-split+refit"):
+        with pytest.raises(RecoveryError, match="block 0 is removed"):
+            recover(llama, [[0, 2]], kind)
+    plan = PrunePlan.from_spans(6, [[2, 4]])
+    few = CalibrationSet.from_tokens(np.ones((3, 60)))
+    with pytest.raises(RecoveryError, match="at least 4 calibration sequences"):
+        recovery.recover(llama, plan, few, HELD_OUT, RecoverSection(operators=("ghost+refit",)))
