@@ -38,6 +38,7 @@ DIALECTS = {
     "qdq": Toy(blocks=6, qdq=True),
     "no-cache": Toy(blocks=6, cache=False),
     "embeds": Toy(blocks=6, embeds=True),
+    "skip-norm": Toy(blocks=6, skip=True),
     "positions-from-1": Toy(blocks=6, positions=True, first=1),
 }
 
@@ -93,7 +94,7 @@ def test_blocks_that_are_functions(spans: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spans", SPANS)
 def test_attention_plugins_with_a_packed_cache(spans: str, tmp_path: Path) -> None:
-    """As TensorRT Edge-LLM writes it: embedding outside, ``trt`` domain, one cache per block that holds key and value."""
+    """As TensorRT Edge-LLM writes it: embedding outside, ``trt`` domain, one packed cache per block."""
     toy, plan = Toy(blocks=6, plugin=True, embeds=True, cache=False), PrunePlan.from_spans(6, SPANS[spans])
     operators = dense_operators(plan, C)
     source = save(toy, tmp_path / "dense.onnx")
@@ -217,7 +218,11 @@ def test_folded_weights_are_those_of_the_named_layer(role: Any, parallel: bool, 
     )
     assert dict(report.boundaries[0].weights_folded) == {name: f"ghost.fold.2.{role}.weight"}
     assert name in report.initializers_dropped
-    # the same through the graph builder: a dense toy whose weight was replaced, with the bias added by an operator
+    bare = Operator(plan.boundaries[0], "fold", folds=(WeightFold(2, role, new),))
+    operate(tmp_path / "dense.onnx", plan, OperatorSet("fold", (bare,), plan), tmp_path / "bare.onnx")
+    got, x, past = run(tmp_path / "bare.onnx", toy, plan)
+    expected = compute(toy, plan, None, x, past, {name: new})
+    assert np.abs(got - expected).max() < TOLERANCE * np.abs(expected).max()
     model = ir.load(tmp_path / "out.onnx")
     value = model.graph.initializers[f"ghost.fold.2.{role}.weight"].const_value
     assert value is not None and np.array_equal(value.numpy(), new)

@@ -36,6 +36,7 @@ class Toy:
         positions: a second lookup by position is added to the embedding.
         function: every block is a call of a function.
         plugin: attention is one opaque operator with a packed, aliased cache, as TensorRT Edge-LLM writes it.
+        skip: LayerNorm with bias, fused with the sum before it (``SkipLayerNormalization``); the last sum is plain.
         flaw: ``unet``, ``shared_kv``, ``per_layer_embedding``, ``deepstack``, ``tap`` or none.
     """
 
@@ -50,6 +51,7 @@ class Toy:
     positions: bool = False
     function: bool = False
     plugin: bool = False
+    skip: bool = False
     flaw: str = ""
     seed: int = 0
     kv: tuple[str, str, str, str] = (
@@ -113,6 +115,7 @@ def weights(toy: Toy) -> dict[str, NDArray[np.float32]]:
     generator = np.random.default_rng(toy.seed)
     result = {"embed": generator.normal(size=(VOCABULARY, C)), "head": generator.normal(size=(C, VOCABULARY))}
     result["positions"] = generator.normal(size=(64, C))
+    result["shift"], result["skip_bias"] = 0.3 * generator.normal(size=(2, C))
     for k in range(toy.blocks):
         for name, shape in (
             ("q", (C, C)),
@@ -138,6 +141,7 @@ class _State:
     streams: list[ir.Value] = field(default_factory=list)
     packed: list[ir.Value] = field(default_factory=list)
     past: bool = True
+    branch: ir.Value | None = None
 
 
 def build(toy: Toy) -> ir.Model:
@@ -209,6 +213,8 @@ def _block(s: _State, x: ir.Value, k: int) -> ir.Value:
     toy = s.toy
     if toy.function:
         return _call(s, x, k)
+    if toy.skip:
+        return _skip_block(s, x, k)
     attention = _linear(s, _attention(s, _norm(s, x, f"g{k}"), k), f"o{k}")
     if toy.parallel:
         return _sum(s, _sum(s, attention, _mlp(s, _norm(s, x, f"h{k}"), k), cast=False), x)
@@ -289,6 +295,28 @@ def _call(s: _State, x: ir.Value, k: int) -> ir.Value:
     return y
 
 
+def _skip_block(s: _State, x: ir.Value, k: int) -> ir.Value:
+    """Between blocks the stream is the pair that the next norm adds: ``s.branch`` joins ``x`` there."""
+    b = s.builder
+    normed, total = _skip_norm(s, x, s.branch, f"g{k}")
+    attention = _linear(s, _attention(s, normed, k), f"o{k}")
+    normed, middle = _skip_norm(s, total, attention, f"h{k}")
+    s.branch = _mlp(s, normed, k)
+    return middle if k < s.toy.blocks - 1 else b.op("Add", middle, s.branch)
+
+
+def _skip_norm(s: _State, x: ir.Value, branch: ir.Value | None, name: str) -> tuple[ir.Value, ir.Value]:
+    b = s.builder
+    gain, shift = b.weight(name, s.arrays[name]), b.weight("shift", s.arrays["shift"])
+    if branch is None:
+        return b.op("LayerNormalization", x, gain, shift, axis=-1, epsilon=1e-6), x
+    bias = b.weight("skip_bias", s.arrays["skip_bias"])
+    arguments = (x, branch, gain, shift, bias)
+    normed = b.op("SkipLayerNormalization", *arguments, domain="com.microsoft", outputs=4, epsilon=1e-6)
+    b.nodes[-1].outputs[1].name = b.nodes[-1].outputs[2].name = ""
+    return normed, b.nodes[-1].outputs[3]
+
+
 def _sum(s: _State, a: ir.Value, c: ir.Value, *, cast: bool = True) -> ir.Value:
     total = s.builder.op("Add", a, c)
     return s.builder.op("Cast", total, to=1) if s.toy.casts and cast else total
@@ -339,15 +367,26 @@ def _linear(s: _State, x: ir.Value, name: str) -> ir.Value:
 
 
 def compute(
-    toy: Toy, plan: PrunePlan, operators: OperatorSet | None, x: NDArray[Any], past: Mapping[int, Any]
+    toy: Toy,
+    plan: PrunePlan,
+    operators: OperatorSet | None,
+    x: NDArray[Any],
+    past: Mapping[int, Any],
+    changed: Mapping[str, NDArray[Any]] | None = None,
 ) -> NDArray[np.float64]:
     """Logits of the cut toy decoder, with NumPy in double precision.
 
     Args:
         x: embeddings ``(B, T, C)`` (or ``(T, C)``) that enter block 0.
         past: dense block -> (key, value) of the cache.
+        changed: weights to use instead of the toy's own.
     """
-    w = {name: array.astype(np.float64) for name, array in weights(toy).items()}
+    w = {name: array.astype(np.float64) for name, array in (weights(toy) | dict(changed or {})).items()}
+    skip_bias = w["skip_bias"] if toy.skip else 0.0
+
+    def norm(x: NDArray[Any], g: NDArray[Any]) -> NDArray[Any]:
+        return _layer_norm(x, g, w["shift"]) if toy.skip else _rms(x, g)
+
     x = x.astype(np.float64)
     starts = {boundary.span.start: boundary.index for boundary in plan.boundaries}
     for k in range(toy.blocks):
@@ -355,7 +394,7 @@ def compute(
             x = operators.operators[starts[k]].apply(x)
         if k not in plan.kept:
             continue
-        a = _rms(x, w[f"g{k}"])
+        a = norm(x, w[f"g{k}"])
         key, value = a @ w[f"k{k}"], a @ w[f"v{k}"]
         if toy.cache:
             key = np.concatenate([past[k][0], key], -2)
@@ -363,10 +402,15 @@ def compute(
         scores = (a @ w[f"q{k}"]) @ np.swapaxes(key, -1, -2)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         attention = (scores / scores.sum(-1, keepdims=True)) @ value @ w[f"o{k}"]
-        middle = x + attention
-        m = _rms(x if toy.parallel else middle, w[f"h{k}"])
+        middle = x + attention + skip_bias
+        m = norm(x if toy.parallel else middle, w[f"h{k}"])
         x = middle + (1 / (1 + np.exp(-(m @ w[f"up{k}"])))) @ w[f"down{k}"]
+        x = x + (skip_bias if k < toy.blocks - 1 else 0.0)
     return np.asarray(x @ w["head"])
+
+
+def _layer_norm(x: NDArray[Any], g: NDArray[Any], shift: NDArray[Any]) -> NDArray[Any]:
+    return np.asarray((x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * g + shift)
 
 
 def _rms(x: NDArray[Any], g: NDArray[Any]) -> NDArray[Any]:
