@@ -51,6 +51,8 @@ FLAGS: dict[str, Flag] = {
     "protect_first": Flag("select", "protect_first", int, "Blocks at the start that stay."),
     "protect_last": Flag("select", "protect_last", int, "Blocks at the end that stay."),
     "operator": Flag("recover", "operators", list[str], "Recovery operator; repeatable."),
+    "quality": Flag("recover", "quality", str, "Instead of --operator: paper or best."),
+    "refit_downstream": Flag("recover", "refit_downstream", bool, "Refit the blocks behind the cut (+refit)."),
     "ridge": Flag("recover", "ridge", str, "Ridge of the least-squares operators: a number, or cv.", number_or_word),
     "rank": Flag("recover", "rank", int, "Rank of the operators' matrices."),
     "refit_upstream": Flag("recover", "refit_upstream", int, "Kept blocks before a cut that +refit also refits."),

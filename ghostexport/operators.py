@@ -144,6 +144,11 @@ class OperatorSet:
     def num_parameters(self) -> int:
         return sum(operator.num_parameters for operator in self.operators)
 
+    @property
+    def adds_nodes(self) -> bool:
+        """Whether anything is spliced at some boundary (or nothing is removed): False = a plain smaller model."""
+        return not self.operators or any(operator.adds_nodes for operator in self.operators)
+
     def tensors(self) -> dict[str, FloatArray]:
         """All arrays by their file key, in deterministic order (see :func:`save_operators`)."""
         tensors: dict[str, FloatArray] = {}

@@ -72,9 +72,13 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
     loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
     drawn, held_out = calibration.load(folder.calibration_path)
     sets = recovery.recover(loaded, plan, drawn, held_out, recipe.recover, execution)
+    written = []
     for name, operators in sets.items():
         write_bytes(folder.operators_path(name), operators.to_bytes())
-    return [folder.operators_path(name) for name in sets]
+        written.append(folder.operators_path(name))
+        if not operators.adds_nodes:  # an ordinary model with fewer blocks: for any runtime that reads checkpoints
+            written += models.save_patched(loaded, plan, operators, folder.path / "checkpoint" / name)
+    return written
 
 
 def export(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:

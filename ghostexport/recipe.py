@@ -73,12 +73,30 @@ class RecoverSection(_Section):
         ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
         rank: rank of their matrices; None for full.
         refit_upstream: kept blocks before each cut that ``+refit`` also refits.
+
+    Two more keys are read and resolved into ``operators``: ``quality`` (:data:`QUALITIES`) replaces the list, and
+    ``refit_downstream: true`` puts ``+refit`` behind every name.
     """
 
     operators: tuple[str, ...] = ("ghost", "linearpatch-rotate")
     ridge: Annotated[float, Field(ge=0)] | Literal["cv"] = 1e-6
     rank: Annotated[int, Field(ge=1)] | None = None
     refit_upstream: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        quality, everywhere = given.pop("quality", None), given.pop("refit_downstream", False)
+        if quality is not None:
+            require_name(str(quality), QUALITIES, "quality")
+            given["operators"] = QUALITIES[str(quality)]
+        if everywhere is True:
+            names = given.get("operators", cls.model_fields["operators"].default)
+            given["operators"] = tuple(base_operator(name) + REFIT for name in names)
+        return given
 
 
 class ExportSection(_Section):

@@ -4,7 +4,7 @@ from ghostexport.models.anatomy import Projections, find_mid, find_projections
 from ghostexport.models.blocks import check_layout, find_blocks
 from ghostexport.models.cutting import drop_blocks
 from ghostexport.models.gguf import save_checkpoint
-from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch
+from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch, save_patched
 from ghostexport.models.patching import BoundaryModule, insert_operators
 from ghostexport.models.residuals import read_residuals
 from ghostexport.models.sources import resolve_source, source_files
@@ -26,5 +26,6 @@ __all__ = [
     "read_residuals",
     "resolve_source",
     "save_checkpoint",
+    "save_patched",
     "source_files",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from ghostexport.errors import ModelLayoutError, RecipeError, RuntimeUnavailableError
 from ghostexport.models.blocks import check_layout, find_blocks
 from ghostexport.models.cutting import drop_blocks
+from ghostexport.models.gguf import save_checkpoint
 from ghostexport.models.patching import insert_operators
 from ghostexport.models.quiet import hidden_progress_bars
 from ghostexport.models.sources import resolve_source
@@ -131,6 +134,22 @@ def patch(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet | None = 
     if operators is not None:
         model = insert_operators(model, operators)
     return replace(loaded, model=model)
+
+
+def save_patched(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet, folder: Path) -> list[Path]:
+    """Writes the variant as an ordinary checkpoint that stock transformers loads; returns its files.
+
+    Requires: the operators add no nodes, only new weights. The folder is complete or absent.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
+    try:
+        save_checkpoint(patch(loaded, plan, operators).model, loaded.tokenizer, temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def _require_causal(folder: Path) -> None:

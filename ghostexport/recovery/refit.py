@@ -80,9 +80,14 @@ def refit(
         raise RecoveryError(
             f"A refit needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
         )
+    todo = steps(plan, inside, upstream)
+    megabytes = calibration.tokens.size * loaded.hidden_size * next(loaded.model.parameters()).itemsize / 1e6
+    execution.say(
+        f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB of streams on disk"
+    )
     with open_streams(loaded, calibration) as streams:
         walk = _Walk(loaded, calibration, streams, execution)
-        return walk.through(plan, fit, inside, upstream)
+        return walk.through(plan, todo, fit, inside)
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,7 @@ class _Walk:
         self.loaded, self.calibration, self.streams, self.execution = loaded, calibration, streams, execution
         self.depth = 0
 
-    def through(self, plan: PrunePlan, fit: FitBoundary, inside: bool, upstream: int) -> tuple[Operator, ...]:
-        todo = steps(plan, inside, upstream)
+    def through(self, plan: PrunePlan, todo: list[_Step], fit: FitBoundary, inside: bool) -> tuple[Operator, ...]:
         start = plan.boundaries[0].span.start
         if inside and start == 0:
             raise RecoveryError("This operator needs a kept block before the cut; block 0 is removed.", "Use ghost.")

@@ -1,0 +1,52 @@
+"""Quality words, refits and plain checkpoints through the command line, on a tiny model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from ghostexport import models
+from ghostexport.errors import RecipeError
+from ghostexport.operators import load_operators
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import QUALITIES, parse_recipe
+
+MODEL = {"model": {"source": "x"}}
+
+
+def test_words_resolve_to_operators():
+    for word, operators in QUALITIES.items():
+        recipe = parse_recipe(MODEL | {"recover": {"quality": word, "operators": ["ghost-zero"]}})
+        assert recipe.recover.operators == operators
+        assert parse_recipe(json.loads(recipe.model_dump_json())) == recipe
+    assert QUALITIES["paper"] == ("ghost",)
+    recipe = parse_recipe(MODEL | {"recover": {"operators": ["ghost", "ghost-zero+refit"], "refit_downstream": True}})
+    assert recipe.recover.operators == ("ghost+refit", "ghost-zero+refit")
+    assert parse_recipe(MODEL | {"recover": {"ridge": "cv", "rank": 8}}).recover.ridge == "cv"
+    with pytest.raises(RecipeError, match="Did you mean 'best'"):
+        parse_recipe(MODEL | {"recover": {"quality": "bst"}})
+    with pytest.raises(RecipeError, match="ghost-zero"):
+        parse_recipe(MODEL | {"recover": {"operators": ["ghost-zer+refit"]}})
+
+
+def test_a_zero_node_variant_is_an_ordinary_checkpoint(cli, tmp_path, tiny_model, text_file):
+    """Stock transformers loads it and computes what the patched model computes."""
+    run = tmp_path / "run"
+    arguments = ["--plan", "[[2, 4]]", "--operator", "ghost-zero", "--refit-downstream", "--calibration", text_file]
+    code, _, err = cli("recover", tiny_model, "-o", run, *arguments, "--sequences", 16, "--length", 64)
+    assert code == 0, err
+    folder = run / "checkpoint" / "ghost-zero+refit"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    transformers.AutoTokenizer.from_pretrained(folder)
+    operators = load_operators(run / "operators" / "ghost-zero+refit.safetensors")
+    assert stock.config.num_hidden_layers == 4 and not operators.adds_nodes
+    dense = models.load_model(tiny_model, "float32")
+    patched = models.patch(dense, PrunePlan.from_spans(6, [[2, 4]]), operators).model
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 200, (2, 20)))
+    with torch.no_grad():
+        torch.testing.assert_close(stock(ids).logits, patched(ids).logits, rtol=1e-5, atol=1e-5)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert any("checkpoint/" in path for path in manifest["stages"]["recover"]["outputs"])
