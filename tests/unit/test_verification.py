@@ -68,7 +68,9 @@ def test_one_weight_of_a_thousandth_more_is_caught(llama):
 def test_a_difference_that_only_a_cache_shows_is_caught(llama):
     # rotation by one position more changes neither prefill logits nor values, only the stored keys' phase
     model = copy.deepcopy(llama.model)
-    model.model.rotary_emb.register_forward_pre_hook(lambda module, args: (args[0], args[1] + 1))
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"position_ids": kwargs["position_ids"] + 1}), with_kwargs=True
+    )
     report = compare(model, llama.path)
     assert report.first_divergence.output == "cache.layers.0.keys"
     logits = [row for row in report.outputs if row.output == "logits"]
