@@ -83,7 +83,7 @@ def refit(
     todo = steps(plan, inside, upstream)
     megabytes = calibration.tokens.size * loaded.hidden_size * next(loaded.model.parameters()).itemsize / 1e6
     execution.say(
-        f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB of streams on disk"
+        f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB on disk"
     )
     with open_streams(loaded, calibration) as streams:
         walk = _Walk(loaded, calibration, streams, execution)
