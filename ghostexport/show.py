@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from ghostexport.benchmarking.sweep import Sweep
     from ghostexport.surgery import GraphReport, SurgeryReport
 
+# No markup: model names and pip extras contain square brackets.
 _out = Console(highlight=False, soft_wrap=True)
-_err = Console(highlight=False, stderr=True)
+_err = Console(highlight=False, markup=False, stderr=True)
 
 
 @contextlib.contextmanager
@@ -36,7 +37,7 @@ def progress() -> Iterator[tuple[Callable[[str, int, int | None], None], Callabl
                 tasks[task] = bars.add_task(task, total=total)
             bars.update(tasks[task], completed=done, total=total, visible=total is None or done < total)
 
-        yield update, lambda line: _err.print(line, markup=False, soft_wrap=True)
+        yield update, lambda line: _err.print(line, soft_wrap=True)
 
 
 def print_run(path: Path) -> None:
@@ -60,7 +61,7 @@ def print_run(path: Path) -> None:
     rows = variant_rows(folder, recipe)
     if rows:
         _out.print(_table(rows))
-    _out.print(f"run folder: {path}   finished: {', '.join(finished) or 'nothing yet'}", markup=False)
+    _out.print(f"run folder: {path}   finished: {', '.join(finished) or 'nothing yet'}")
 
 
 def variant_rows(folder: RunFolder, recipe: Recipe) -> list[dict[str, str]]:
@@ -139,14 +140,13 @@ def print_surgery(report: SurgeryReport) -> None:
         table.add_row(
             f"[{start}, {stop})", cut.stream_in, cut.stream_out, rewired, str(cut.nodes_removed), added, weights
         )
-    _out.print(table, markup=False)
+    _out.print(table)
     _out.print(
         f"blocks {report.blocks_before} -> {report.blocks_after}, nodes {report.nodes_before} -> {report.nodes_after}, "
         f"weights {report.weight_bytes_before / 1e6:.1f} -> {report.weight_bytes_after / 1e6:.1f} MB, "
         f"{len(report.kv_inputs_removed)} KV inputs removed, {len(report.kv_renamed)} names renumbered",
-        markup=False,
     )
-    _out.print(f"{report.output}: {report.bytes_written:,} bytes written", markup=False)
+    _out.print(f"{report.output}: {report.bytes_written:,} bytes written")
 
 
 def print_graph(report: GraphReport, as_json: bool) -> None:
@@ -159,12 +159,12 @@ def print_graph(report: GraphReport, as_json: bool) -> None:
     table = Table(show_header=False)
     for key, value in facts.items():
         table.add_row(key, value if isinstance(value, str) else json.dumps(value))
-    _out.print(table, markup=False)
+    _out.print(table)
     if blocks:
         table = Table(*blocks[0])
         for block in blocks:
             table.add_row(*(str(value) for value in block.values()))
-        _out.print(table, markup=False)
+        _out.print(table)
 
 
 def print_comparison(first: Path, second: Path) -> None:
@@ -175,14 +175,14 @@ def print_comparison(first: Path, second: Path) -> None:
     table = Table("", found.a, found.b, "A / B", "verdict")
     for label, cells in found.rows():
         table.add_row(label, *cells)
-    _out.print(table, markup=False)
+    _out.print(table)
     for title, lines in (
         ("differs", found.differs),
         ("no verdict", found.withheld),
         ("in one run only", found.only_in_one),
     ):
         if lines:
-            _out.print(f"{title}: {'; '.join(lines)}", markup=False)
+            _out.print(f"{title}: {'; '.join(lines)}")
 
 
 def print_sweep(sweep: Sweep) -> None:
@@ -190,4 +190,4 @@ def print_sweep(sweep: Sweep) -> None:
     table = Table("removed", *sweep.variants, title=f"perplexity / speed-up, {sweep.workload} on {sweep.runtime}")
     for removed, cells in sweep.table():
         table.add_row(str(removed), *cells)
-    _out.print(table, markup=False)
+    _out.print(table)
