@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ghostexport.surgery import GraphReport, SurgeryReport
 
 # No markup: model names and pip extras contain square brackets.
-_out = Console(highlight=False, soft_wrap=True)
+_out = Console(highlight=False, markup=False, soft_wrap=True)
 _err = Console(highlight=False, markup=False, stderr=True)
 
 

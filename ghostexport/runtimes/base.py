@@ -58,7 +58,7 @@ class EngineFile:
         profiles: optimization profiles: name -> input -> (min, opt, max) shapes; empty for ONNX Runtime.
         flags: every build setting, by name: an engine is current when they are unchanged.
         build_seconds: wall-clock seconds of the build.
-        plan_bytes: size of all files of the engine.
+        plan_bytes: bytes of the engine and the weights it uses (a data file may hold others' as well).
         weight_bytes: bytes of the weights in the graph it was built from.
         graph_sha256: hash of the ONNX file it was built from.
         plan_sha256: hash of the engine file.

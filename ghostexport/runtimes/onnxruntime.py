@@ -74,7 +74,7 @@ class OnnxRuntime:
             profiles={},
             flags=build_flags(settings),
             build_seconds=round(time.perf_counter() - started, 3),
-            plan_bytes=sum(file.stat().st_size for file in files),
+            plan_bytes=ort_weights.engine_bytes(engine),
             weight_bytes=interface.weight_bytes,
             graph_sha256=file_sha256(graph),
             plan_sha256=file_sha256(engine),

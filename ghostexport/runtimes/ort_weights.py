@@ -85,13 +85,19 @@ def swap(engine: EngineFile, operators: OperatorSet, target: Path) -> EngineFile
         engine,
         path=new,
         variant=operators.name,
-        plan_bytes=sum(file.stat().st_size for file in files),
+        plan_bytes=engine_bytes(new),
         plan_sha256=file_sha256(new),
         sha256={file.name: file_sha256(file) for file in files},
         extra={**engine.extra, "swapped_from": engine.path.name, "operators_sha256": operators.sha256},
     )
     write_sidecar(result)
     return result
+
+
+def engine_bytes(engine: Path) -> int:
+    """Bytes of the graph file and of the weights it refers to, not of others in a shared data file."""
+    initializers = load_graph(engine).graph.initializer
+    return engine.stat().st_size + sum(int(external(i)["length"]) for i in initializers if external(i))
 
 
 def _same(a: Any, a_model: Path, b: Any, b_model: Path) -> bool:
