@@ -225,7 +225,7 @@ def main(large: bool) -> None:
         "task": f"blocks {START}..{STOP - 1} of {BLOCKS} removed; best of the runs",
     }
     with tempfile.TemporaryDirectory() as folder:
-        source = decoder(Path(folder), BLOCKS, 896, 2560, 2048, sparse=False)
+        source = decoder(Path(folder), BLOCKS, 896, 2944, 2048, sparse=False)
         record(source, 896, BLOCKS)
         size = (Path(folder) / "dense.onnx.data").stat().st_size
         results["dense"] = {"data_mib": round(size / 2**20), "tools": {}}

@@ -74,7 +74,6 @@ FIXTURES: dict[str, Fixture] = {
     "transformers-llama-tied": Fixture("llama-tied", "transformers"),
     "transformers-llama-opset23": Fixture("llama", "transformers opset 23"),
     "transformers-llama-fused": Fixture("llama", "transformers ort_fusions", standard=False),
-    "transformers-llama-raw": Fixture("llama", "transformers raw"),
     "transformers-qwen3": Fixture("qwen3", "transformers"),
     "transformers-gemma3": Fixture("gemma3", "transformers"),
     "transformers-gpt-neox": Fixture("gpt-neox", "transformers"),
