@@ -183,17 +183,18 @@ class TokenSample:
     def __post_init__(self) -> None:
         self.stride = max(1, -(-self.total // self.limit))
         self._seen = 0
-        self._kept: list[tuple[torch.Tensor, ...]] = []
+        self.kept: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, x: torch.Tensor, post: torch.Tensor, *others: torch.Tensor) -> None:
         """Offers tokens ``[n, C]`` before and after, and whatever else is known of them ``[n, ...]``."""
         rows = slice(-self._seen % self.stride, None, self.stride)
         self._seen += len(x)
-        self._kept.append(tuple(values[rows].float().cpu() for values in (x, post, *others)))
+        # Copied: a view would keep the whole batch alive.
+        self.kept.append(tuple(values[rows].to("cpu", torch.float32, copy=True) for values in (x, post, *others)))
 
     def column(self, index: int) -> torch.Tensor:
         """The kept tokens ``[n, ...]`` of the ``index``-th argument of :meth:`add`."""
-        return torch.cat([values[index] for values in self._kept])
+        return torch.cat([values[index] for values in self.kept])
 
     @property
     def pre(self) -> torch.Tensor:

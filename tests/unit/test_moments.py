@@ -90,6 +90,12 @@ def test_token_sample_is_evenly_spread_and_bounded(data):
     torch.testing.assert_close(sample.post, post[::7].float())
 
 
+def test_token_sample_does_not_hold_on_to_the_batches():
+    sample = TokenSample(1000, limit=10)
+    sample.add(torch.zeros(1000, C), torch.zeros(1000, C))
+    assert sum(values.untyped_storage().nbytes() for part in sample.kept for values in part) == 2 * 10 * C * 4
+
+
 def test_activations_are_guarded():
     require_finite(torch.tensor([1e30]), 3)
     for bad in (float("nan"), float("inf")):
