@@ -14,7 +14,7 @@ from ghostexport.errors import BoundaryNotFound, RecipeError, SurgeryError
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.runfolder import atomic_path
-from ghostexport.surgery import cut, folds, graphfile, kv_cache, refusals, splice
+from ghostexport.surgery import cut, folds, graphfile, kv_cache, refusals, scaling, splice
 from ghostexport.surgery.body import find_bodies
 from ghostexport.surgery.boundaries import DecoderLayout, find_layout
 from ghostexport.surgery.branches import prune_if_outputs
@@ -153,27 +153,37 @@ def _cut_body(
 ) -> None:
     graph = layout.body.graph
     dtype = stream.dtype if operator_dtype is None else splice.DTYPES[operator_dtype]
-    done: list[tuple[Operator | None, cut.CutResult, dict[str, str]]] = []
-    for boundary in plan.boundaries:
-        operator = operators.operators[boundary.index] if operators is not None else None
-        folded: dict[str, str] = {}
-        for item in operator.folds if operator is not None else ():
-            old, new = folds.fold(layout, item)
-            folded[old] = new[0].name or ""
-            _register(model.graph, new, changes)
-        done.append((operator, cut.cut(layout, boundary, operator, stream.dtype, dtype), folded))
-        _register(model.graph, list(done[-1][1].weights), changes)
+    known = [operators.operators[b.index] if operators is not None else None for b in plan.boundaries]
+    folded = [_fold(model.graph, layout, operator, changes) for operator in known]
+    scales = [operator.scale if operator is not None else None for operator in known]
+    for old, new in scaling.scale_blocks(layout, plan, scales).items():
+        _register(model.graph, new, changes)
+        folded[0][old] = ", ".join(value.name or "" for value in new)
+    done: list[cut.CutResult] = []
+    for boundary, operator in zip(plan.boundaries, known, strict=True):
+        done.append(cut.cut(layout, boundary, operator, stream.dtype, dtype))
+        _register(model.graph, list(done[-1].weights), changes)
     removed_outputs = {port.value for port in kv_cache.removed_outputs(layout, plan)}
     outputs = [value for value in graph.outputs if value not in removed_outputs]
     changes.shape_anchors |= kv_cache.repoint_shapes(layout, plan, cut.live_nodes(graph, outputs))
     live = cut.live_nodes(graph, outputs)
     _require_gone(layout, plan, live)
     removed = set(graph) - set(live)
-    for boundary, (operator, result, folded) in zip(plan.boundaries, done, strict=True):
+    for b, boundary in enumerate(plan.boundaries):
         inside = sum(_block(layout, node) in boundary.span for node in removed)
-        changes.boundaries.append(_report(layout, boundary.index, plan, operator, result, folded, inside))
+        changes.boundaries.append(_report(layout, b, plan, known[b], done[b], folded[b], inside))
     graph.outputs[:] = outputs
     cut.remove_dead(graph, live)
+
+
+def _fold(graph: ir.Graph, layout: DecoderLayout, operator: Operator | None, changes: Changes) -> dict[str, str]:
+    """Replaces the weights that an operator folds; new names by old."""
+    folded: dict[str, str] = {}
+    for item in operator.folds if operator is not None else ():
+        old, new = folds.fold(layout, item)
+        folded[old] = new[0].name or ""
+        _register(graph, new, changes)
+    return folded
 
 
 def _register(graph: ir.Graph, values: Sequence[ir.Value], changes: Changes) -> None:

@@ -25,7 +25,7 @@ from ghostexport.surgery.attention import is_attention, is_constant
 from ghostexport.surgery.boundaries import DecoderLayout, describe
 from ghostexport.surgery.stream import stream_type
 
-_OURS = re.compile(r"^ghost\.\d+\.")
+_OURS = re.compile(r"^ghost\.(\d+|fold)\.")
 _SCOPE = re.compile(r"(?:^|[./_ '])(?:layers|layer|h|blocks|block)[./_](\d+)(?=$|[./_:'])")
 _SCOPE_KEYS = ("pkg.torch.onnx.name_scopes", "namespace", "pkg.onnxscript.name_scopes")
 _MIN_SHARE = (
@@ -36,9 +36,10 @@ _MIN_SHARE = (
 def refuse_spliced(model: ir.Model, names: set[str]) -> None:
     """Raises AlreadySpliced for a graph with an operator, NameCollision when a needed name is taken."""
     nodes = [node.name for node in model.graph.all_nodes() if node.name and _OURS.match(node.name)]
-    if nodes:
+    weights = [name for name in model.graph.initializers if _OURS.match(name)]
+    if nodes or weights:
         raise AlreadySpliced(
-            f"The graph already carries an operator: {', '.join(nodes[:4])}.", "Start again from the dense graph."
+            f"The graph already carries an operator: {', '.join([*nodes, *weights][:4])}.", "Start again from the dense graph."
         )
     taken = names & {value.name or "" for value in _all_values(model)}
     if taken:

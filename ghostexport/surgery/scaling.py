@@ -1,0 +1,119 @@
+"""Scales what a surviving block adds to the residual stream, inside its weights: no node is added.
+
+From a residual sum, back along its non-stream operands as long as the path is linear, to the first weights::
+
+    Add(a, b)              both operands                MatMul | Gemm      the weight (and bias)
+    Mul(a, constant)       the constant                 RMS norm           its gain (and bias): post-norm blocks
+    Cast, Reshape, ...     the operand
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ghostexport.errors import SurgeryError
+from ghostexport.plan import PrunePlan
+from ghostexport.surgery.attention import is_constant
+from ghostexport.surgery.boundaries import DecoderLayout
+from ghostexport.surgery.flow import is_weight
+from ghostexport.surgery.splice import weight
+
+_PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
+_NORMS = frozenset({"RMSNormalization", "SimplifiedLayerNormalization", "LayerNormalization"})
+_LAYOUT = frozenset({"Cast", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity"})
+
+
+def scale_blocks(layout: DecoderLayout, plan: PrunePlan, scales: list[float | None]) -> dict[str, list[ir.Value]]:
+    """Divides what every kept block behind a cut adds to the stream by the product of the scales before it.
+
+    With ``alpha`` at a cut the stream should go on as ``alpha x + f_1 + f_2 + ...``; it goes on as ``x + f_1 / alpha +
+    ...``, the same up to a factor, which the norms that read it remove.
+
+    Args:
+        scales: one per boundary; None for none.
+
+    Returns:
+        New initializers by the name of the one they replace.
+
+    Raises:
+        SurgeryError: a path from a weight to the sum is not linear, is quantised or has other readers.
+    """
+    made: dict[str, list[ir.Value]] = {}
+    for block in plan.kept:
+        factor = 1.0
+        for boundary, scale in zip(plan.boundaries, scales, strict=True):
+            if scale is not None and boundary.span.stop <= block:
+                factor /= scale
+        if factor != 1.0:
+            _Scaler(layout, block, factor, made).run()
+    return made
+
+
+class _Scaler:
+    """Walks one block's branches."""
+
+    def __init__(self, layout: DecoderLayout, block: int, factor: float, made: dict[str, list[ir.Value]]) -> None:
+        self.layout = layout
+        self.block = block
+        self.factor = factor
+        self.made = made
+        self.count = 0
+
+    def run(self) -> None:
+        sums = self.layout.sums[self.block]
+        chain = {self.layout.points[self.block].node, *sums}
+        for total in sums:
+            for index in range(self._summands(total)):
+                value = total.inputs[index]
+                on_stream = value is None or value is self.layout.points[self.block].value
+                if not on_stream and value is not None and value.producer() not in chain:
+                    self.scale(total, index)
+
+    def _summands(self, total: ir.Node) -> int:
+        return len(total.inputs) if total.op_type in ("Add", "Sum") else 2
+
+    def scale(self, reader: ir.Node, index: int) -> None:
+        """Makes input ``index`` of ``reader`` the scaled value."""
+        value = reader.inputs[index]
+        assert value is not None
+        if is_weight(value):
+            self._replace(reader, index, value)
+            return
+        node = value.producer()
+        if node is None or len(list(value.uses())) != 1:
+            raise self._refusal(f"{value.name!r} is a graph input or has other readers")
+        if node.op_type in ("Add", "Sum"):
+            for operand in range(len(node.inputs)):
+                self.scale(node, operand)
+        elif node.op_type in _PRODUCTS and node.inputs[1] is not None and is_constant(node.inputs[1]):
+            self.scale(node, 1)
+            if len(node.inputs) > 2 and node.inputs[2] is not None:
+                self.scale(node, 2)
+        elif node.op_type in _NORMS:
+            for operand in range(1, len(node.inputs)):
+                if node.inputs[operand] is not None:
+                    self.scale(node, operand)
+        elif node.op_type == "Mul":
+            constants = [i for i, v in enumerate(node.inputs) if v is not None and is_constant(v)]
+            if not constants:
+                raise self._refusal("two activations are multiplied")
+            self.scale(node, constants[-1])
+        elif node.op_type in _LAYOUT:
+            self.scale(node, 0)
+        else:
+            raise self._refusal(f"{node.op_type} {node.name!r} is not linear in a weight, or quantised")
+
+    def _replace(self, reader: ir.Node, index: int, old: ir.Value) -> None:
+        tensor = old.const_value
+        if tensor is None or old.dtype is None:
+            raise self._refusal(f"the values of {old.name!r} are not in the file")
+        scaled = tensor.numpy().astype("float32") * self.factor
+        new = weight(f"ghost.scale.{self.block}.{self.count}", scaled, old.dtype)
+        self.count += 1
+        reader.replace_input_with(index, new)
+        self.made.setdefault(old.name or "?", []).append(new)
+
+    def _refusal(self, why: str) -> SurgeryError:
+        return SurgeryError(
+            f"Block {self.block} cannot be scaled: {why}.", "Use an operator that acts at the boundary, such as ghost."
+        )
