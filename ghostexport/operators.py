@@ -51,7 +51,7 @@ class WeightFold:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """The recovery map of one boundary. At most one of ``delta``, ``factors`` and ``diagonal`` is set.
+    """The recovery map of one boundary. At most one of ``delta``, ``factors``, ``diagonal`` and ``scale`` is set.
 
     Attributes:
         boundary: where it acts.
@@ -59,6 +59,7 @@ class Operator:
         delta: ``M`` ``[C, C]``.
         factors: ``(U [C, r], V [r, C])`` with ``M = U @ V``.
         diagonal: ``d [C]`` with ``M = diag(d)``; emitted as ``Mul``.
+        scale: ``alpha`` with ``M = (alpha - 1) I``, folded into the weights behind the cut: no node.
         bias: ``b [C]``.
         folds: weight replacements that belong to this boundary's repair.
         site: ``boundary`` (x is the residual stream at the cut) or ``mid`` (x is the stream between attention and
@@ -71,14 +72,17 @@ class Operator:
     delta: FloatArray | None = None
     factors: tuple[FloatArray, FloatArray] | None = None
     diagonal: FloatArray | None = None
+    scale: float | None = None
     bias: FloatArray | None = None
     folds: tuple[WeightFold, ...] = ()
     site: Site = "boundary"
     fit: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if sum(form is not None for form in (self.delta, self.factors, self.diagonal)) > 1:
-            raise ValueError("an operator has one form: delta, factors or diagonal")
+        if sum(form is not None for form in (self.delta, self.factors, self.diagonal, self.scale)) > 1:
+            raise ValueError("an operator has one form: delta, factors, diagonal or scale")
+        if self.scale is not None and (self.bias is not None or not 0 < self.scale < float("inf")):
+            raise ValueError("a scale is positive and finite, and has no bias")
 
     @property
     def adds_nodes(self) -> bool:
@@ -87,7 +91,7 @@ class Operator:
 
     @property
     def matrix(self) -> FloatArray | None:
-        """``M`` as a dense ``[C, C]`` matrix; None when the operator has no linear part."""
+        """``M`` as a dense ``[C, C]`` matrix; None when the operator has no linear part, or only a scale."""
         if self.diagonal is not None:
             return np.diag(self.diagonal)
         if self.factors is not None:
@@ -111,7 +115,9 @@ class Operator:
     def apply(self, x: FloatArray) -> FloatArray:
         """``x + x @ M (+ b)`` for ``x`` ``(..., C)`` in the precision of the operands."""
         y = x
-        if self.diagonal is not None:
+        if self.scale is not None:
+            y = x * np.asarray(self.scale, x.dtype)
+        elif self.diagonal is not None:
             y = x + x * self.diagonal
         elif self.factors is not None:
             y = x + (x @ self.factors[0]) @ self.factors[1]
@@ -156,6 +162,8 @@ class OperatorSet:
             named = {"delta": operator.delta, "diagonal": operator.diagonal, "bias": operator.bias}
             if operator.factors is not None:
                 named |= {"factor_u": operator.factors[0], "factor_v": operator.factors[1]}
+            if operator.scale is not None:
+                named["scale"] = np.array([operator.scale], np.float64)
             for fold in operator.folds:
                 named[f"fold.{fold.block}.{fold.role}.weight"] = fold.weight
                 named[f"fold.{fold.block}.{fold.role}.bias"] = fold.bias
@@ -226,6 +234,7 @@ def _read_operator(b: int, boundary: Boundary, entry: Mapping[str, Any], tensors
         delta=own.get("delta"),
         factors=factors,
         diagonal=own.get("diagonal"),
+        scale=float(own["scale"][0]) if "scale" in own else None,
         bias=own.get("bias"),
         folds=tuple(sorted(folds, key=lambda f: (f.block, f.role))),
         site=entry["site"],

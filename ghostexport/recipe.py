@@ -19,7 +19,21 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 
 #: Names that a recipe may use. The registries (``selection``, ``recovery``, ``runtimes``) must hold exactly these;
 #: ``tests/structure`` checks it. They stand here so that a recipe is validated without importing torch.
-CRITERIA = ("streamline",)
+CRITERIA = (
+    "streamline",
+    "streamline-channelwise",
+    "shortgpt",
+    "shortgpt-channelwise",
+    "angular",
+    "taylor",
+    "magnitude",
+    "perplexity",
+    "sleb",
+    "prune-and-comp",
+    "lorp",
+    "residual",
+    "residual-greedy",
+)
 OPERATORS = (
     "ghost",
     "linearpatch-diag",
@@ -28,6 +42,9 @@ OPERATORS = (
     "ghost-affine",
     "ghost-split",
     "ghost-zero",
+    "none",
+    "prune-and-comp",
+    "replaceme-lstsq",
 )
 RUNTIMES = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 EXPORTERS = ("transformers", "optimum")
@@ -58,11 +75,22 @@ class CalibrationSection(_Section):
 
 
 class SelectSection(_Section):
+    """Which blocks go.
+
+    Attributes:
+        criterion: chooses them, unless ``spans`` says which.
+        prune: how many.
+        spans: half-open runs, instead of a criterion.
+        protect_first, protect_last: blocks at the ends that stay; None for what the criterion's paper protects.
+        base: score that ``prune-and-comp`` ranks by: shortgpt, taylor, magnitude or perplexity.
+    """
+
     criterion: str = "streamline"
     prune: Annotated[int, Field(ge=1)] | None = None
     spans: tuple[tuple[int, int], ...] | None = None
-    protect_first: Annotated[int, Field(ge=0)] = 0
-    protect_last: Annotated[int, Field(ge=0)] = 0
+    protect_first: Annotated[int, Field(ge=0)] | None = None
+    protect_last: Annotated[int, Field(ge=0)] | None = None
+    base: str = "shortgpt"
 
 
 class RecoverSection(_Section):
@@ -70,6 +98,11 @@ class RecoverSection(_Section):
 
     Attributes:
         operators: kinds, each optionally with the suffix ``+refit``.
+        solver: of ``ghost``: ``normal`` equations under ``ridge``, or the truncated pseudo-inverse (``svd``).
+        statistics: of cuts behind the first: ``dense`` = all on the dense model; ``sequential`` = each on the model
+            that is already cut and repaired before it, towards the dense model's stream.
+        per_block: plans of several runs get the product of one map per removed block instead of one map per run.
+        ratio: LinearPatch's scale: mean over sequences of the ratio (its code), or ratio of the means (its paper).
         ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
         rank: rank of their matrices; None for full.
         refit_upstream: kept blocks before each cut that ``+refit`` also refits.
@@ -82,6 +115,10 @@ class RecoverSection(_Section):
     ridge: Annotated[float, Field(ge=0)] | Literal["cv"] = 1e-6
     rank: Annotated[int, Field(ge=1)] | None = None
     refit_upstream: Annotated[int, Field(ge=0)] = 0
+    solver: Literal["normal", "svd"] = "normal"
+    statistics: Literal["dense", "sequential"] = "dense"
+    per_block: bool = False
+    ratio: Literal["mean-of-ratios", "ratio-of-means"] = "mean-of-ratios"
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """Hugging Face causal LMs: loading, their decoder blocks, their residual stream, and cutting and patching them."""
 
 from ghostexport.models.anatomy import Projections, find_mid, find_projections
-from ghostexport.models.blocks import check_layout, find_blocks
+from ghostexport.models.blocks import check_layout, find_blocks, probe_tokens
 from ghostexport.models.cutting import drop_blocks
 from ghostexport.models.gguf import save_checkpoint
 from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch, save_patched
@@ -23,6 +23,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "patch",
+    "probe_tokens",
     "read_residuals",
     "resolve_source",
     "save_checkpoint",

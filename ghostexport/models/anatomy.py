@@ -40,7 +40,7 @@ def find_projections(model: Any, index: int) -> Projections:
     block = find_blocks(model)[index]
     width = int(model.config.get_text_config().hidden_size)
     linears: set[nn.Module] = {m for m in block.modules() if isinstance(m, nn.Linear | Conv1D)}
-    calls = _probe(model, block, linears)
+    calls = probe_calls(model, block, linears)
     attention = _attention_modules(block)
     wide = [(module, entered, left) for module, entered, left in calls if left.shape[-1] == width]
     inside = [call for call in wide if call[0] in attention]
@@ -51,9 +51,9 @@ def find_projections(model: Any, index: int) -> Projections:
             f"Block {index} of {type(model).__name__} has no single attention output and MLP output projection.",
             "Use an operator that does not fold weights, such as ghost.",
         )
-    entered, left = _stream(model, block)
+    entered, left = probe_stream(model, block)
     added = (entered + inside[-1][2].view_as(entered) + outside[-1][2].view_as(entered)).float()
-    return Projections(inside[-1][0], outside[-1][0], _agree(added, left.float(), left.dtype))
+    return Projections(inside[-1][0], outside[-1][0], agree(added, left.float(), left.dtype))
 
 
 def find_mid(model: Any, index: int) -> nn.Module:
@@ -65,13 +65,13 @@ def find_mid(model: Any, index: int) -> nn.Module:
     block = find_blocks(model)[index]
     projections = find_projections(model, index)
     children = {module for module in block.modules() if module is not block}
-    entered, left = _stream(model, block)
-    calls = _probe(model, block, children)
+    entered, left = probe_stream(model, block)
+    calls = probe_calls(model, block, children)
     added = next(output for module, _, output in reversed(calls) if module is projections.mlp_output)
     mid = (left - added.view_as(left)).float()
     for module, value, _ in calls:
-        same = value.shape == mid.shape and _agree(value.float(), mid, left.dtype)
-        if same and not _agree(value.float(), entered.float(), left.dtype):
+        same = value.shape == mid.shape and agree(value.float(), mid, left.dtype)
+        if same and not agree(value.float(), entered.float(), left.dtype):
             return module
     raise ModelLayoutError(
         f"Block {index} of {type(model).__name__} has no stream between attention and MLP.",
@@ -88,7 +88,9 @@ def _attention_modules(block: nn.Module) -> set[nn.Module]:
     }
 
 
-def _probe(model: Any, block: nn.Module, modules: set[nn.Module]) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor]]:
+def probe_calls(
+    model: Any, block: nn.Module, modules: set[nn.Module]
+) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor]]:
     """``(module, input, output)`` of each call, in order, of one forward pass; calls without tensors are left out."""
     calls: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
 
@@ -107,7 +109,7 @@ def _probe(model: Any, block: nn.Module, modules: set[nn.Module]) -> list[tuple[
     return calls
 
 
-def _stream(model: Any, block: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def probe_stream(model: Any, block: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -122,5 +124,5 @@ def _stream(model: Any, block: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return seen[0]
 
 
-def _agree(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+def agree(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((a - b).abs().max() <= SUM_TOLERANCE[dtype] * b.abs().max())

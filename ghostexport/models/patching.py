@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ghostexport.errors import RecoveryError
 from ghostexport.models.anatomy import find_mid, find_projections
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
 from ghostexport.models.cutting import require_blocks, share_weights
+from ghostexport.models.scaling import scale_block
 from ghostexport.operators import Operator, OperatorSet, WeightFold
 
 
@@ -64,7 +66,7 @@ def insert_operators(model: Any, operators: OperatorSet) -> Any:
 
     Each operator becomes the submodule ``ghost`` of the block it stands before (of the last block, acting on its
     output, when the cut is at the end), so its weights are ordinary parameters of the model. Folds replace the weights
-    of the linear layers they name.
+    of the linear layers they name, and a scale those of all later blocks.
 
     Args:
         model: the model after :func:`drop_blocks` with ``operators.plan``.
@@ -89,6 +91,11 @@ def insert_operators(model: Any, operators: OperatorSet) -> Any:
             _fold(patched, operators.plan.new_index(fold.block), fold)
         if operator.adds_nodes:
             _install(patched, blocks, operator)
+    for position in range(len(blocks)):
+        before = [o.scale for o in operators.operators if o.boundary.position <= position]
+        factor = math.prod(1 / scale for scale in before if scale is not None)
+        if factor != 1:
+            scale_block(patched, position, factor)
     return patched
 
 

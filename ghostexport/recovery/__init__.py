@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.errors import RecipeError
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
@@ -18,13 +19,21 @@ from ghostexport.recovery.cross_validation import FOLDS
 from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.linearpatch import fit_diag, fit_rotate
-from ghostexport.recovery.passes import Basis, BoundaryStatistics, Need, apply, gather, measure, reaches_inside
+from ghostexport.recovery.none import fit_none
+from ghostexport.recovery.passes import INSIDE, Basis, BoundaryStatistics, Need, apply, gather, measure, reaches_inside
+from ghostexport.recovery.per_block import multiplied, single_blocks
+from ghostexport.recovery.prune_and_comp import fit_scale, require_scalable
 from ghostexport.recovery.refit import refit
 from ghostexport.recovery.repaired import measure_refit
+from ghostexport.recovery.replaceme import fit_lstsq
+from ghostexport.recovery.sequential import Crossing, fit_sequential
 from ghostexport.recovery.split import fit_split, fit_zero
 from ghostexport.recovery.weighted import fit_weighted
 
 Fit = Callable[[BoundaryStatistics, RecoverSection], Operator]
+
+#: Raises a GhostExportError where a kind of operator does not apply to a model and plan.
+Check = Callable[[LoadedModel, PrunePlan], None]
 
 
 @dataclass(frozen=True)
@@ -35,11 +44,13 @@ class Family:
         fit: from a boundary's statistics to its operator.
         bases: magnitude statistics that it needs besides the moments.
         needs: other statistics that it needs besides the moments.
+        check: asked before anything is measured.
     """
 
     fit: Fit
     bases: tuple[Basis, ...] = ()
     needs: tuple[Need, ...] = ()
+    check: Check | None = None
 
 
 OPERATORS: dict[str, Family] = {
@@ -50,6 +61,9 @@ OPERATORS: dict[str, Family] = {
     "ghost-affine": Family(fit_affine),
     "ghost-split": Family(fit_split, needs=("last-block",)),
     "ghost-zero": Family(fit_zero, needs=("last-block",)),
+    "none": Family(fit_none),
+    "prune-and-comp": Family(fit_scale, bases=("identity",), check=require_scalable),
+    "replaceme-lstsq": Family(fit_lstsq, needs=("mlp-output",)),
 }
 
 
@@ -84,6 +98,9 @@ def recover(
     for tokens in (calibration, held_out):
         tokens.require_fits(loaded.vocab_size, loaded.max_length)
     calibration.require_tokens_for(loaded.hidden_size, execution)
+    for check in {OPERATORS[base_operator(name)].check for name in section.operators}:
+        if check is not None:
+            check(loaded, plan)
     families = {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
     fitted = _fit(loaded, plan, calibration, held_out, families, section, execution)
     for name in section.operators:
@@ -106,11 +123,53 @@ def _fit(
         return {}
     bases = [basis for family in families.values() for basis in family.bases]
     needs = [need for family in families.values() for need in family.needs]
+    if section.statistics == "sequential" and len(plan.boundaries) > 1:
+        return _sequential(loaded, plan, calibration, held_out, families, section, execution)
     folds = FOLDS if section.ridge == "cv" else 1
-    statistics = gather(loaded, plan, calibration, bases, execution, folds, needs)
-    fitted = {name: [family.fit(s, section) for s in statistics] for name, family in families.items()}
+    statistics = gather(loaded, plan.boundaries, calibration, bases, execution, folds, needs)
+    if section.per_block and len(plan.boundaries) > 1:
+        singles = gather(loaded, single_blocks(plan), calibration, bases, execution, folds, needs)
+        fitted = {n: multiplied(plan, [family.fit(s, section) for s in singles]) for n, family in families.items()}
+    else:
+        fitted = {name: [family.fit(s, section) for s in statistics] for name, family in families.items()}
     held = measure(loaded, plan, held_out, fitted, execution)
     return {name: _described(operators, statistics, held[name]) for name, operators in fitted.items()}
+
+
+def _sequential(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    families: Mapping[str, Family],
+    section: RecoverSection,
+    execution: Execution,
+) -> dict[str, tuple[Operator, ...]]:
+    """Every cut behind the repaired ones before it; one pass per operator and cut."""
+    if section.per_block:
+        raise RecipeError("recover: per_block measures on the dense model.", "Use --statistics dense with it.")
+    fitted = {}
+    for name, family in families.items():
+
+        def fit(boundary: Boundary, crossings: Iterator[Crossing], family: Family = family) -> Operator:
+            statistics = _statistics(loaded, boundary, calibration, family, section)
+            for batch, x, post, last in crossings:
+                statistics.add(batch.sequences, batch.mask, x, post, last)
+            operator = family.fit(statistics, section)
+            return replace(operator, fit={**operator.fit, **figures(operator, statistics)})
+
+        inside = bool(INSIDE & set(family.needs))
+        fitted[name] = fit_sequential(loaded, plan, calibration, held_out, fit, inside, execution)
+    return fitted
+
+
+def _statistics(
+    loaded: LoadedModel, boundary: Boundary, calibration: CalibrationSet, family: Family, section: RecoverSection
+) -> BoundaryStatistics:
+    folds = FOLDS if section.ridge == "cv" else 1
+    return BoundaryStatistics(
+        boundary, loaded.hidden_size, calibration.num_tokens, family.bases, folds, loaded.device, family.needs
+    )
 
 
 def _refit(
@@ -126,15 +185,12 @@ def _refit(
     family = OPERATORS[base_operator(name)]
 
     def fit(boundary: Boundary, feed: Callable[[BoundaryStatistics], None]) -> Operator:
-        folds = FOLDS if section.ridge == "cv" else 1
-        statistics = BoundaryStatistics(
-            boundary, loaded.hidden_size, calibration.num_tokens, family.bases, folds, loaded.device, family.needs
-        )
+        statistics = _statistics(loaded, boundary, calibration, family, section)
         feed(statistics)
         operator = family.fit(statistics, section)
         return replace(operator, fit={**operator.fit, **figures(operator, statistics)})
 
-    inside = "last-block" in family.needs
+    inside = bool(INSIDE & set(family.needs))
     operators = refit(loaded, plan, calibration, fit, inside, section.refit_upstream, execution)
     measured = measure_refit(loaded, OperatorSet(name, operators, plan), held_out, execution)
     return tuple(replace(o, fit={**o.fit, **errors}) for o, errors in zip(operators, measured, strict=True))
@@ -152,6 +208,8 @@ def _described(
 def figures(operator: Operator, statistics: BoundaryStatistics) -> dict[str, Any]:
     """Calibration figures of one operator; those that reach inside the last block are measured on its token sample."""
     M = None if operator.matrix is None else torch.as_tensor(operator.matrix).double()
+    if operator.scale is not None:
+        M = (operator.scale - 1) * torch.eye(statistics.moments.channels).double()
     b = None if operator.bias is None else torch.as_tensor(operator.bias).double()
     inside = reaches_inside(operator)
     sample = statistics.last_block_sample if inside else statistics.sample
@@ -160,7 +218,8 @@ def figures(operator: Operator, statistics: BoundaryStatistics) -> dict[str, Any
     if inside:
         assert statistics.last_block_weight is not None
         mid, inner = sample.column(2).split([pre.shape[1], len(statistics.last_block_weight)], dim=1)
-        last = LastBlock(mid, inner, statistics.last_block_weight.cpu())
+        bias = statistics.last_block_bias
+        last = LastBlock(mid, inner, statistics.last_block_weight.cpu(), None if bias is None else bias.cpu())
     error = post - apply(operator, pre, last)
     measured = float(error.square().sum() / (post - pre).square().sum().clamp_min(torch.finfo(pre.dtype).tiny))
     return {

@@ -3,6 +3,9 @@
 ::
 
     M = argmin ||X_pre M - Delta||^2 + ridge ||M||^2  =  (G + ridge I)^-1 B         W = I + M
+
+``--solver svd`` is the main text's form: the pseudo-inverse of ``X_pre`` without its singular values below 1e-6 of the
+largest, ``M = X_pre^+ Delta``; with ``G = Q diag(s^2) Q'`` that is ``Q diag(s^-2 where s > 1e-6 s_max) Q' B``.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.cross_validation import choose_ridge
 from ghostexport.recovery.passes import BoundaryStatistics
 from ghostexport.recovery.rank import linear_form
+
+#: Relative to the largest singular value of ``X_pre``, as published.
+SVD_THRESHOLD = 1e-6
 
 
 def fit_ghost(statistics: BoundaryStatistics, section: RecoverSection) -> Operator:
@@ -37,6 +43,10 @@ def fit_moments(kind: str, boundary: Boundary, folds: Sequence[BoundaryMoments],
         RecoveryError: singular, not finite, or the rank exceeds ``C``.
     """
     moments: BoundaryMoments = sum(folds[1:], start=folds[0])
+    if section.solver == "svd" and kind == "ghost":
+        M, kept = solve_truncated(moments.gram, moments.cross)
+        fit = {"directions": kept, "condition": condition(moments.gram, 0.0)}
+        return Operator(boundary, kind, **linear_form(M, moments.gram, section.rank), fit=fit)
     ridge = choose_ridge(folds).ridge if section.ridge == "cv" else section.ridge
     M = solve_ridge(moments.gram, moments.cross, ridge, moments.tokens)
     metric = moments.gram + ridge * torch.eye(len(M)).to(M)
@@ -60,6 +70,21 @@ def solve_ridge(gram: torch.Tensor, cross: torch.Tensor, ridge: float, tokens: i
             "Use more calibration tokens or a larger ridge.",
         )
     return solution
+
+
+def solve_truncated(gram: torch.Tensor, cross: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """``X^+ Delta`` from ``G = X'X`` and ``B = X'Delta``, and the number of singular directions kept.
+
+    Raises:
+        RecoveryError: the solution is not finite.
+    """
+    eigenvalues, Q = torch.linalg.eigh(gram)
+    keep = eigenvalues > SVD_THRESHOLD**2 * eigenvalues[-1]
+    Q = Q[:, keep]
+    solution = (Q / eigenvalues[keep]) @ (Q.T @ cross)
+    if not bool(torch.isfinite(solution).all()):
+        raise RecoveryError("The pseudo-inverse of the activations is not finite.", "Use more calibration tokens.")
+    return solution, int(keep.sum())
 
 
 def condition(gram: torch.Tensor, ridge: float) -> float:

@@ -29,14 +29,16 @@ class LastBlock:
         mid: ``x_mid`` ``(..., C)``.
         inner: ``h`` ``(..., I)``.
         weight: ``V0`` ``[I, C]``, right-multiply.
+        bias: ``[C]`` of the same layer, or None.
     """
 
     mid: torch.Tensor
     inner: torch.Tensor
     weight: torch.Tensor
+    bias: torch.Tensor | None = None
 
     def __getitem__(self, mask: Any) -> LastBlock:
-        return LastBlock(self.mid[mask], self.inner[mask], self.weight)
+        return LastBlock(self.mid[mask], self.inner[mask], self.weight, self.bias)
 
     @property
     def regressors(self) -> torch.Tensor:
@@ -97,6 +99,7 @@ def tapped(loaded: LoadedModel, blocks: list[int], what: str) -> Iterator[dict[i
 
 def _tap(block: int, mid: Any, projection: Any, seen: dict[int, LastBlock]) -> list[Any]:
     weight = right_multiply(projection).double()
+    bias = None if projection.bias is None else projection.bias.double()
     stream: list[torch.Tensor] = []
 
     def read_mid(module: Any, args: tuple[Any, ...]) -> None:
@@ -104,6 +107,6 @@ def _tap(block: int, mid: Any, projection: Any, seen: dict[int, LastBlock]) -> l
 
     def read_inner(module: Any, args: tuple[Any, ...]) -> None:
         inner = args[0].view(*stream[0].shape[:-1], -1)  # some models flatten tokens inside the MLP
-        seen[block] = LastBlock(stream[0], inner, weight)
+        seen[block] = LastBlock(stream[0], inner, weight, bias)
 
     return [mid.register_forward_pre_hook(read_mid), projection.register_forward_pre_hook(read_inner)]

@@ -3,7 +3,8 @@
 ::
 
     z = x H            H orthonormal Hadamard (rotate) or I (diag)
-    d = mean over sequences of  mean_t |z_post| / mean_t |z_pre|
+    d = mean over sequences of  mean_t |z_post| / mean_t |z_pre|        (as coded; ``--ratio ratio-of-means``, as in the
+                                                                         paper: both means over all sequences first)
     W = H diag(d) H'   M = W - I = H diag(d - 1) H'
 """
 
@@ -24,7 +25,7 @@ def fit_diag(statistics: BoundaryStatistics, section: RecoverSection) -> Operato
     Raises:
         RecoveryError: a channel is zero before the cut, so its ratio is not finite.
     """
-    d = _scales(statistics.ratios["identity"])
+    d = scales(statistics.ratios["identity"], section)
     return Operator(statistics.boundary, "linearpatch-diag", diagonal=(d - 1).float().cpu().numpy())
 
 
@@ -37,12 +38,17 @@ def fit_rotate(statistics: BoundaryStatistics, section: RecoverSection) -> Opera
     ratios = statistics.ratios["hadamard"]
     assert ratios.basis is not None
     H = ratios.basis.double()
-    M = (H * (_scales(ratios) - 1)) @ H.T
+    M = (H * (scales(ratios, section) - 1)) @ H.T
     return Operator(statistics.boundary, "linearpatch-rotate", delta=M.float().cpu().numpy())
 
 
-def _scales(ratios: MagnitudeRatios) -> torch.Tensor:
-    d = ratios.mean_of_ratios
+def scales(ratios: MagnitudeRatios, section: RecoverSection) -> torch.Tensor:
+    """``d`` ``[C]`` by the recipe's kind of ratio.
+
+    Raises:
+        RecoveryError: a channel is zero before the cut.
+    """
+    d = ratios.mean_of_ratios if section.ratio == "mean-of-ratios" else ratios.ratio_of_means
     dead = int((~torch.isfinite(d)).sum())
     if dead:
         raise RecoveryError(

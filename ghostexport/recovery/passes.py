@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ghostexport.calibration import CalibrationSet
+from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.moments import BoundaryMoments, MagnitudeRatios, TokenSample, require_finite, token_weights
 from ghostexport.operators import Operator, WeightFold
@@ -15,12 +15,16 @@ from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
 from ghostexport.recovery.hadamard import hadamard
 from ghostexport.recovery.last_block import LastBlock, tapped
+from ghostexport.recovery.ranks import add_up, shared_out
 
 Basis = Literal["identity", "hadamard"]
 
 #: Statistics beyond the plain moments: ``weighted`` = token-weighted moments of the stream, ``last-block`` = the same
-#: of ``[x_mid, h]`` inside the last kept block.
-Need = Literal["weighted", "last-block"]
+#: of ``[x_mid, h]`` inside the last kept block, ``mlp-output`` = plain moments of that block's MLP output.
+Need = Literal["weighted", "last-block", "mlp-output"]
+
+#: Needs that look inside the last kept block.
+INSIDE = frozenset({"last-block", "mlp-output"})
 
 #: Tokens whose inside of the last block is kept for mean relative errors (each C + I numbers).
 LAST_BLOCK_SAMPLE = 1024
@@ -34,7 +38,8 @@ class BoundaryStatistics:
         folds: moments by fold of sequences (sequence i is in fold ``i % len(folds)``).
         weighted_folds: the same with :func:`token_weights`; empty unless needed.
         last_block_folds: token-weighted moments of the change on ``[x_mid, h]``; empty unless needed.
-        last_block_weight: ``V0`` ``[I, C]`` of the last kept block; None unless needed.
+        mlp_folds: moments of the change on the MLP output ``m = x_s - x_mid``; empty unless needed.
+        last_block_weight, last_block_bias: ``V0`` ``[I, C]`` and its bias in the last kept block; None unless needed.
         ratios: magnitude ratios by basis, for the operators that need them.
         sample: tokens kept for mean relative errors.
         last_block_sample: tokens kept with their ``[x_mid, h]``, for the operators that need it.
@@ -57,7 +62,9 @@ class BoundaryStatistics:
             BoundaryMoments(channels, device) for _ in range(folds if "weighted" in self.needs else 0)
         ]
         self.last_block_folds: list[BoundaryMoments] = []
+        self.mlp_folds = [BoundaryMoments(channels, device) for _ in range(folds if "mlp-output" in self.needs else 0)]
         self.last_block_weight: torch.Tensor | None = None
+        self.last_block_bias: torch.Tensor | None = None
         self.last_block_sample = TokenSample(tokens, LAST_BLOCK_SAMPLE)
         self.ratios: dict[str, MagnitudeRatios] = {
             basis: MagnitudeRatios(channels, _basis(basis, channels), device) for basis in bases
@@ -91,21 +98,24 @@ class BoundaryStatistics:
     ) -> None:
         before, after = x[mask], post[mask]
         self.folds[fold].add(before, after)
-        weights = token_weights(after) if self.needs else None
+        weights = token_weights(after) if self.needs - {"mlp-output"} else None
         if "weighted" in self.needs:
             self.weighted_folds[fold].add(before, after, weights)
-        if last is not None:
-            change = after.double() - before.double()
+        change = after.double() - before.double()
+        if last is not None and "last-block" in self.needs:
             self.last_block_folds[fold].add_change(last[mask].regressors, change, weights)
+        if last is not None and "mlp-output" in self.needs:
+            self.mlp_folds[fold].add_change(before.double() - last.mid[mask].double(), change)
 
     def _require_last_block(self, last: LastBlock) -> None:
-        if not self.last_block_folds:
-            rows = last.mid.shape[-1] + last.inner.shape[-1]
-            self.last_block_folds = [BoundaryMoments(f.channels, f.gram.device, rows) for f in self.folds]
-            self.last_block_weight = last.weight
+        if self.last_block_weight is None:
+            self.last_block_weight, self.last_block_bias = last.weight, last.bias
+            if "last-block" in self.needs:
+                rows = last.mid.shape[-1] + last.inner.shape[-1]
+                self.last_block_folds = [BoundaryMoments(f.channels, f.gram.device, rows) for f in self.folds]
 
 
-class _Errors:
+class BoundaryErrors:
     """Sums over held-out tokens for one operator at one boundary."""
 
     def __init__(self) -> None:
@@ -119,17 +129,25 @@ class _Errors:
         self.relative += float((error.norm(dim=1) / post.double().norm(dim=1)).sum())
         self.tokens += len(x)
 
+    def figures(self) -> dict[str, float]:
+        return {
+            "nmse_held_out": self.residual / self.delta if self.delta else 0.0,
+            "relative_error_held_out": self.relative / self.tokens,
+        }
+
 
 def gather(
     loaded: LoadedModel,
-    plan: PrunePlan,
+    boundaries: Sequence[Boundary],
     calibration: CalibrationSet,
     bases: Iterable[Basis],
     execution: Execution,
     folds: int = 1,
     needs: Iterable[Need] = (),
 ) -> list[BoundaryStatistics]:
-    """One pass of the dense model over the calibration set; statistics of every boundary of the plan.
+    """One pass of the dense model over the calibration set; statistics of every boundary.
+
+    In a distributed process group every rank reads its share of the batches, and all get the statistics of all.
 
     Raises:
         CalibrationError: non-finite activations.
@@ -138,7 +156,7 @@ def gather(
     bases, needs = sorted(set(bases)), frozenset(needs)
     statistics = [
         BoundaryStatistics(b, loaded.hidden_size, calibration.num_tokens, bases, folds, loaded.device, needs)
-        for b in plan.boundaries
+        for b in boundaries
     ]
 
     def add(
@@ -146,7 +164,11 @@ def gather(
     ) -> None:
         statistics[index].add(sequences, mask, x, post, last)
 
-    stream_boundaries(loaded, plan, calibration, add, execution, "recover", "last-block" in needs)
+    batches = shared_out(calibration.batches(loaded.device))
+    stream_boundaries(loaded, boundaries, batches, len(calibration), add, execution, "recover", bool(needs & INSIDE))
+    for gathered in statistics:
+        moments = (*gathered.folds, *gathered.weighted_folds, *gathered.last_block_folds, *gathered.mlp_folds)
+        add_up([*moments, *gathered.ratios.values()], [gathered.sample, gathered.last_block_sample])
     return statistics
 
 
@@ -158,7 +180,7 @@ def measure(
     execution: Execution,
 ) -> dict[str, list[dict[str, float]]]:
     """One pass of the dense model over the held-out set; errors of every operator of every variant, by boundary."""
-    errors = {name: [_Errors() for _ in operators] for name, operators in variants.items()}
+    errors = {name: [BoundaryErrors() for _ in operators] for name, operators in variants.items()}
     inside = any(reaches_inside(operator) for operators in variants.values() for operator in operators)
 
     def add(
@@ -167,23 +189,16 @@ def measure(
         for name, operators in variants.items():
             errors[name][index].add(operators[index], x[mask], post[mask], None if last is None else last[mask])
 
-    stream_boundaries(loaded, plan, held_out, add, execution, "recover: held-out", inside)
-    return {
-        name: [
-            {
-                "nmse_held_out": e.residual / e.delta if e.delta else 0.0,
-                "relative_error_held_out": e.relative / e.tokens,
-            }
-            for e in sums
-        ]
-        for name, sums in errors.items()
-    }
+    batches = held_out.batches(loaded.device)
+    stream_boundaries(loaded, plan.boundaries, batches, len(held_out), add, execution, "recover: held-out", inside)
+    return {name: [e.figures() for e in sums] for name, sums in errors.items()}
 
 
 def stream_boundaries(
     loaded: LoadedModel,
-    plan: PrunePlan,
-    calibration: CalibrationSet,
+    boundaries: Sequence[Boundary],
+    batches: Iterable[Batch],
+    sequences: int,
     add: Callable[[int, range, torch.Tensor, torch.Tensor, torch.Tensor, LastBlock | None], None],
     execution: Execution,
     task: str,
@@ -192,38 +207,26 @@ def stream_boundaries(
     """Runs the model and calls ``add(boundary index, sequences, mask, x_start, x_stop, last block)`` for each batch.
 
     The forward pass ends at the last boundary's stop; one residual value is held at a time. ``inside`` asks for the
-    inside of the last kept block before each boundary, which is None otherwise.
+    inside of the last kept block before each boundary, which is None otherwise. ``sequences`` counts progress.
     """
-    blocks = [b.span.start - 1 for b in plan.boundaries] if inside else []
-    with tapped(loaded, blocks, "This operator") as last:
-        _stream(loaded, plan, calibration, add, execution, task, last)
-
-
-def _stream(
-    loaded: LoadedModel,
-    plan: PrunePlan,
-    calibration: CalibrationSet,
-    add: Callable[[int, range, torch.Tensor, torch.Tensor, torch.Tensor, LastBlock | None], None],
-    execution: Execution,
-    task: str,
-    last: Mapping[int, LastBlock],
-) -> None:
-    starts = {b.span.start: b.index for b in plan.boundaries}
-    stops = {b.span.stop: b.index for b in plan.boundaries}
+    blocks = [b.span.start - 1 for b in boundaries] if inside else []
+    starts = {b.span.start for b in boundaries}
+    stops = {b.span.stop: b for b in boundaries}
     before: list[torch.Tensor] = []
-    for batch in calibration.batches(loaded.device):
+    with tapped(loaded, blocks, "This operator") as last:
+        for batch in batches:
 
-        def visit(point: int, x: torch.Tensor, batch=batch) -> None:  # type: ignore[no-untyped-def]
-            require_finite(x[batch.mask], point)
-            if point in starts:
-                before[:] = [x]
-            else:
-                index = stops[point]
-                inside = last.get(plan.boundaries[index].span.start - 1)
-                add(index, batch.sequences, batch.mask, before[0], x, inside)
+            def visit(point: int, x: torch.Tensor, batch: Batch = batch) -> None:
+                require_finite(x[batch.mask], point)
+                if point in stops:
+                    boundary = stops[point]
+                    inner = last.get(boundary.span.start - 1)
+                    add(boundary.index, batch.sequences, batch.mask, before[0], x, inner)
+                if point in starts:
+                    before[:] = [x]
 
-        read_residuals(loaded.model, [*starts, *stops], visit, batch.input_ids, batch.attention_mask)
-        execution.progress(task, batch.sequences.stop, len(calibration))
+            read_residuals(loaded.model, [*starts, *stops], visit, batch.input_ids, batch.attention_mask)
+            execution.progress(task, batch.sequences.stop, sequences)
 
 
 def apply(operator: Operator, x: torch.Tensor, last: LastBlock | None = None) -> torch.Tensor:
@@ -235,6 +238,10 @@ def apply(operator: Operator, x: torch.Tensor, last: LastBlock | None = None) ->
     for fold in _last_folds(operator):
         assert last is not None
         y = y + last.inner.to(x) @ (torch.as_tensor(fold.weight).to(x) - last.weight.to(x))
+        if fold.bias is not None:
+            y = y + torch.as_tensor(fold.bias).to(x) - (0 if last.bias is None else last.bias.to(x))
+    if operator.scale is not None:
+        return x * operator.scale
     source = y
     if operator.site == "mid":
         assert last is not None

@@ -82,9 +82,7 @@ def refit(
         )
     todo = steps(plan, inside, upstream)
     megabytes = calibration.tokens.size * loaded.hidden_size * next(loaded.model.parameters()).itemsize / 1e6
-    execution.say(
-        f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB on disk"
-    )
+    execution.say(f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB on disk")
     with open_streams(loaded, calibration) as streams:
         walk = _Walk(loaded, calibration, streams, execution)
         return walk.through(plan, todo, fit, inside)
@@ -178,7 +176,9 @@ class _Walk:
                 if student is not None:
                     ran = student.run(calls[student.index], before)
                     assert ran.mid is not None and ran.inner is not None and ran.output is not None
-                    last = LastBlock(ran.mid, ran.inner, right_multiply(student.mlp_output).double())
+                    projection = student.mlp_output
+                    bias = None if projection.bias is None else projection.bias.double()
+                    last = LastBlock(ran.mid, ran.inner, right_multiply(projection).double(), bias)
                     before = ran.output
                 yield batch, before, last
 

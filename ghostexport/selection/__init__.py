@@ -3,18 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution, SelectSection, require_name
+from ghostexport.selection.angular import angular
+from ghostexport.selection.channelwise import shortgpt_channelwise, streamline_channelwise
 from ghostexport.selection.eligibility import require_prunable
+from ghostexport.selection.lorp import lorp
+from ghostexport.selection.magnitude import magnitude
+from ghostexport.selection.perplexity import perplexity
+from ghostexport.selection.prune_and_comp import BASES, prune_and_comp
+from ghostexport.selection.residual import residual
+from ghostexport.selection.residual_greedy import residual_greedy
+from ghostexport.selection.shortgpt import shortgpt
+from ghostexport.selection.sleb import sleb
 from ghostexport.selection.streamline import streamline
+from ghostexport.selection.taylor import taylor
 
-Criterion = Callable[[LoadedModel, CalibrationSet, SelectSection, Execution], PrunePlan]
+Choose = Callable[[LoadedModel, CalibrationSet, SelectSection, Execution], PrunePlan]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A way to choose blocks.
+
+    Attributes:
+        choose: from a model and calibration tokens to a plan.
+        protect: first and last blocks that the published method never removes; the recipe's numbers win.
+    """
+
+    choose: Choose
+    protect: tuple[int, int] = (0, 0)
+
 
 CRITERIA: dict[str, Criterion] = {
-    "streamline": streamline,
+    "streamline": Criterion(streamline),
+    "streamline-channelwise": Criterion(streamline_channelwise, protect=(1, 1)),
+    "shortgpt": Criterion(shortgpt),
+    "shortgpt-channelwise": Criterion(shortgpt_channelwise, protect=(0, 1)),
+    "angular": Criterion(angular, protect=(1, 0)),
+    "taylor": Criterion(taylor, protect=(4, 2)),
+    "magnitude": Criterion(magnitude, protect=(4, 2)),
+    "perplexity": Criterion(perplexity, protect=(4, 2)),
+    "sleb": Criterion(sleb, protect=(1, 1)),
+    "prune-and-comp": Criterion(prune_and_comp),
+    "lorp": Criterion(lorp, protect=(1, 1)),
+    "residual": Criterion(residual),
+    "residual-greedy": Criterion(residual_greedy),
 }
 
 
@@ -32,4 +70,15 @@ def select(
     require_name(section.criterion, CRITERIA, "criterion")
     require_prunable(loaded.num_blocks, section.prune or 0)
     calibration.require_fits(loaded.vocab_size, loaded.max_length)
-    return CRITERIA[section.criterion](loaded, calibration, section, execution or Execution())
+    criterion = CRITERIA[section.criterion]
+    return criterion.choose(loaded, calibration, _protected(criterion, section), execution or Execution())
+
+
+def _protected(criterion: Criterion, section: SelectSection) -> SelectSection:
+    """The section with the criterion's published protection where the recipe leaves it open."""
+    first, last = criterion.protect
+    if section.criterion == "prune-and-comp":
+        require_name(section.base, BASES, "base score")
+        first, last = BASES[section.base][1]
+    open_keys = {"protect_first": first, "protect_last": last}
+    return section.model_copy(update={k: v for k, v in open_keys.items() if getattr(section, k) is None})

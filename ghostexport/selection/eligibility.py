@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ghostexport.errors import RecipeError
 from ghostexport.recipe import SelectSection
 
@@ -16,8 +18,19 @@ def require_prunable(num_blocks: int, count: int) -> None:
 
 
 def eligible_blocks(num_blocks: int, section: SelectSection) -> range:
-    """Blocks outside the protected first and last ones."""
-    return range(section.protect_first, max(section.protect_first, num_blocks - section.protect_last))
+    """Blocks outside the protected first and last ones (0 where the section leaves them open)."""
+    first = section.protect_first or 0
+    return range(first, max(first, num_blocks - (section.protect_last or 0)))
+
+
+def require_eligible(blocks: Sequence[int], num_blocks: int, section: SelectSection) -> None:
+    """Raises RecipeError when fewer than ``section.prune`` blocks are eligible."""
+    if len(blocks) < (section.prune or 0):
+        raise RecipeError(
+            f"select: {section.prune} blocks cannot be removed from {num_blocks} when the first "
+            f"{section.protect_first or 0} and the last {section.protect_last or 0} are protected.",
+            "Remove fewer blocks or protect fewer (--protect-first, --protect-last).",
+        )
 
 
 def eligible_starts(num_blocks: int, count: int, section: SelectSection) -> range:
@@ -27,10 +40,5 @@ def eligible_starts(num_blocks: int, count: int, section: SelectSection) -> rang
         RecipeError: no window of that length is left.
     """
     blocks = eligible_blocks(num_blocks, section)
-    if len(blocks) < count:
-        raise RecipeError(
-            f"select: {count} blocks cannot be removed from {num_blocks} when the first {section.protect_first} and "
-            f"the last {section.protect_last} are protected.",
-            "Remove fewer blocks or protect fewer.",
-        )
+    require_eligible(blocks, num_blocks, section)
     return range(blocks.start, blocks.stop - count + 1)

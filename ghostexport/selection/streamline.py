@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -19,6 +20,10 @@ from ghostexport.moments import require_finite
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution, SelectSection
 from ghostexport.selection.eligibility import eligible_starts
+from ghostexport.selection.ranking import best_window
+
+#: From a residual value ``(B, T, C)`` and its mask ``(B, T)`` to unit vectors, two of whose products give cosines.
+Directions = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def streamline(
@@ -31,34 +36,39 @@ def streamline(
         CalibrationError: non-finite activations.
     """
     count = section.prune or 0
-    starts = eligible_starts(loaded.num_blocks, count, section)
-    scores = window_scores(loaded, calibration, count, execution)
-    best = max(starts, key=lambda start: (scores[start], -start))
-    return PrunePlan.from_spans(
-        loaded.num_blocks,
-        [(best, best + count)],
-        "streamline",
-        {"windows": [[start, start + count, scores[start]] for start in starts], "best": scores[best]},
-    )
+    eligible_starts(loaded.num_blocks, count, section)
+    sums = summed_cosines(loaded, calibration, count, token_directions, execution)
+    scores = [0.5 + 0.5 * total / calibration.num_tokens for total in sums]
+    return best_window("streamline", loaded.num_blocks, scores, section)
 
 
-def window_scores(loaded: LoadedModel, calibration: CalibrationSet, count: int, execution: Execution) -> list[float]:
-    """``score(s)`` for every ``s`` in ``[0, L - count]``."""
+def token_directions(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Each real token as a unit vector of channels, ``[n, C]``."""
+    return torch.nn.functional.normalize(x[mask].float(), dim=1)
+
+
+def summed_cosines(
+    loaded: LoadedModel, calibration: CalibrationSet, count: int, directions: Directions, execution: Execution
+) -> list[float]:
+    """Sum over the calibration set of ``cos(x_s, x_{s + count})``, for every ``s`` in ``[0, L - count]``, in float64.
+
+    One pass; ``count + 1`` residual values of one batch are held.
+
+    Raises:
+        CalibrationError: non-finite activations.
+    """
     sums = torch.zeros(loaded.num_blocks - count + 1, dtype=torch.float64)
     recent: deque[torch.Tensor] = deque(maxlen=count + 1)
-
     for batch in calibration.batches(loaded.device):
         mask = batch.mask
         recent.clear()
 
         def visit(point: int, x: torch.Tensor, mask: torch.Tensor = mask) -> None:
-            tokens = x[mask]  # [n, C]
-            require_finite(tokens, point)
-            recent.append(torch.nn.functional.normalize(tokens.float(), dim=1))
+            require_finite(x[mask], point)
+            recent.append(directions(x, mask))
             if point >= count:
-                cosine = (recent[0] * recent[-1]).sum(1, dtype=torch.float64)
-                sums[point - count] += (0.5 + 0.5 * cosine).sum().cpu()
+                sums[point - count] += (recent[0] * recent[-1]).sum(dtype=torch.float64).cpu()
 
         read_residuals(loaded.model, range(loaded.num_blocks + 1), visit, batch.input_ids, batch.attention_mask)
         execution.progress("select", batch.sequences.stop, len(calibration))
-    return [float(score) for score in sums / calibration.num_tokens]
+    return [float(total) for total in sums]

@@ -1,0 +1,99 @@
+"""``--statistics sequential``: every cut is fitted behind the cuts already made and repaired.
+
+::
+
+    cut k:   M_k = argmin ||x^_s M - (x_e - x^_s)||^2       x^: stream of the model cut and repaired before s
+                                                            x:  stream of the dense model
+
+The first cut is fitted as always, so a plan of one run is not changed. Each later cut takes one pass of both models for
+each operator, because the repaired stream is the operator's own. Held-out figures are measured on that stream too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.models import LoadedModel, patch, read_residuals
+from ghostexport.moments import require_finite
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.recipe import Execution
+from ghostexport.recovery.last_block import LastBlock, tapped
+from ghostexport.recovery.passes import BoundaryErrors
+
+#: One batch across one boundary: ``x^_s``, ``x_e`` ``(B, T, C)`` and the inside of the last kept block.
+Crossing = tuple[Batch, torch.Tensor, torch.Tensor, LastBlock | None]
+
+#: ``fit(boundary, crossings)``: the operator of one boundary.
+Fit = Callable[[Boundary, Iterator[Crossing]], Operator]
+
+
+def fit_sequential(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    fit: Fit,
+    inside: bool,
+    execution: Execution,
+) -> tuple[Operator, ...]:
+    """Fits one kind of operator at every boundary, in depth order.
+
+    Args:
+        fit: makes the operator of one boundary from its crossings.
+        inside: it needs the inside of the last kept block.
+
+    Raises:
+        CalibrationError: non-finite activations.
+        RecoveryError: a fit is singular, or the operator does not apply.
+    """
+    done: list[Operator] = []
+    for boundary in plan.boundaries:
+        prefix = repaired_prefix(loaded, plan, done)
+        operator = fit(boundary, crossings(loaded, prefix, boundary, calibration, inside, execution, "recover"))
+        errors = BoundaryErrors()
+        for batch, x, post, last in crossings(loaded, prefix, boundary, held_out, inside, execution, "held-out"):
+            mask = batch.mask
+            errors.add(operator, x[mask], post[mask], None if last is None else last[mask])
+        done.append(replace(operator, fit={**operator.fit, **errors.figures()}))
+    return tuple(done)
+
+
+def repaired_prefix(loaded: LoadedModel, plan: PrunePlan, done: list[Operator]) -> LoadedModel:
+    """The model with the first ``len(done)`` cuts made and repaired; block indices behind them move forward."""
+    if not done:
+        return loaded
+    prefix = PrunePlan(plan.num_blocks, plan.removed[: len(done)])
+    return patch(loaded, prefix, OperatorSet(done[0].kind, tuple(done), prefix))
+
+
+def crossings(
+    loaded: LoadedModel,
+    prefix: LoadedModel,
+    boundary: Boundary,
+    tokens: CalibrationSet,
+    inside: bool,
+    execution: Execution,
+    task: str,
+) -> Iterator[Crossing]:
+    """Runs both models over the tokens, one batch at a time."""
+    blocks = [boundary.position - 1] if inside else []
+    with tapped(prefix, blocks, "This operator") as last:
+        for batch in tokens.batches(loaded.device):
+            found: dict[int, torch.Tensor] = {}
+
+            def visit(
+                point: int, x: torch.Tensor, found: dict[int, torch.Tensor] = found, mask: torch.Tensor = batch.mask
+            ) -> None:
+                require_finite(x[mask], point)
+                found[point] = x
+
+            read_residuals(prefix.model, [boundary.position], visit, batch.input_ids, batch.attention_mask)
+            x = found[boundary.position]
+            read_residuals(loaded.model, [boundary.span.stop], visit, batch.input_ids, batch.attention_mask)
+            yield batch, x, found[boundary.span.stop], last.get(boundary.position - 1)
+            execution.progress(f"{task}: cut {boundary.index + 1}", batch.sequences.stop, len(tokens))
