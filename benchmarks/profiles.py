@@ -2,7 +2,7 @@
 
     python benchmarks/profiles.py RUN/onnx/dense.onnx [--max-tokens 512] [--max-past 1023]
 
-Builds each layout once, in a folder that is removed afterwards, and writes ``benchmarks/results/profiles.json``. Runs on
+Builds each layout once, in a folder removed afterwards, and writes ``benchmarks/results/profiles.json``. Runs on
 the CPU: bytes and build time are real, latency needs a GPU and is not measured here.
 """
 

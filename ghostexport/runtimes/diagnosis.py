@@ -53,6 +53,11 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "Insert a Cast in the graph, or export the model and its operators in one dtype.",
     ),
     (
+        r"Attention operation was not supported by a dedicated kernel",
+        "a fused attention of the graph has no kernel for its dtype and shapes",
+        "Export with --opset 20, which spells attention out.",
+    ),
+    (
         r"(?i)could not find any implementation",
         "no kernel fits a node over the profile's whole range",
         "Narrow the range: --profiles split, a smaller --max-tokens, or inner --token-points.",
@@ -76,9 +81,16 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 )
 
 
+#: Logged on every machine without a driver, whatever the reason of a failure; it counts only when nothing else is there.
+_NOISE = r"catchCudaError.*cudaError 35"
+
+
 def explain(raw: str) -> tuple[str, str] | None:
     """``(meaning, remedy)`` of the first known message in ``raw``; None when it is not a known one."""
+    lines = raw.splitlines()
+    telling = [line for line in lines if not re.search(_NOISE, line)]
+    text = "\n".join(telling or lines)
     for pattern, meaning, remedy in _KNOWN:
-        if re.search(pattern, raw):
+        if re.search(pattern, text):
             return meaning, remedy
     return None

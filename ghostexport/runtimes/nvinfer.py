@@ -244,6 +244,7 @@ class _Work:
             raise self._error(f"the parser lost the operator's layers {missing}")
         self.facts = {
             "network_layers": len(layers),
+            "fused_attention": nvinfer_options.allow_decomposition(trt, network),
             "operator_layers": list(self.interface.spliced_nodes),
             "operator_weights": {name: list(shape) for name, shape in self.interface.spliced.items()},
         }

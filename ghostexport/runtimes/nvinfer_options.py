@@ -25,6 +25,23 @@ def creation_flags(trt: Any) -> int:
     return 0
 
 
+def allow_decomposition(trt: Any, network: Any) -> int:
+    """Lets fused attention fall back to its parts where no kernel fits its dtype and shapes; returns how many there are.
+
+    Graphs of opset 23 have such layers, and no fused kernel exists for float32, for example.
+    """
+    count = 0
+    if hasattr(trt.LayerType, "ATTENTION_INPUT"):
+        for index in range(network.num_layers):
+            attention_input = network.get_layer(index)
+            if attention_input.type == trt.LayerType.ATTENTION_INPUT:
+                attention_input.__class__ = trt.IAttentionInputLayer  # bindings hand out the base class
+                attention = attention_input.attention
+                attention.decomposable = True
+                count += 1
+    return count
+
+
 def refuse(trt: Any, title: str, settings: BuildSection) -> None:
     """Raises RecipeError for a setting that this release does not know."""
     for name, flag in _FLAGS.items():

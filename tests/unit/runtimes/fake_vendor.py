@@ -103,7 +103,7 @@ class INetworkDefinition:
         return SimpleNamespace(name=self._interface.inputs[index].name)
 
     def get_layer(self, index):
-        return SimpleNamespace(name=self._nodes[index])
+        return SimpleNamespace(name=self._nodes[index], type=None)
 
     @logged
     def mark_weights_refittable(self, name):

@@ -39,6 +39,8 @@ CLASSES = {
     "refitter": "Refitter",
     "refit_parser": "OnnxParserRefitter",
     "serialization": "ISerializationConfig",
+    "attention_input": "IAttentionInputLayer",
+    "attention": "IAttention",
 }
 MODULE = "trt"
 OWN = {"text", "lines", "error", "profiles"}  # attributes of our own subclasses and dataclasses
