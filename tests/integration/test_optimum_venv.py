@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,9 @@ def optimum_python():
     given = os.environ.get("GHOSTEXPORT_OPTIMUM_PYTHON")
     if given:
         return given
-    key = hashlib.sha256(f"{ROOT} {sys.version} {(ROOT / 'pyproject.toml').read_text()}".encode()).hexdigest()[:12]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["optimum"]]
+    key = hashlib.sha256(f"{ROOT} {sys.version} {needs}".encode()).hexdigest()[:12]
     folder = platformdirs.user_cache_path("ghostexport") / f"optimum-{key}"
     python, ready = folder / "bin" / "python", folder / "ready"
     if not ready.exists():
