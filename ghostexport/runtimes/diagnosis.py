@@ -81,7 +81,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 )
 
 
-#: Logged on every machine without a driver, whatever the reason of a failure; it counts only when nothing else is there.
+#: Logged on every machine without a driver whatever the reason of a failure: it counts only when it stands alone.
 _NOISE = r"catchCudaError.*cudaError 35"
 
 

@@ -26,7 +26,7 @@ def creation_flags(trt: Any) -> int:
 
 
 def allow_decomposition(trt: Any, network: Any) -> int:
-    """Lets fused attention fall back to its parts where no kernel fits its dtype and shapes; returns how many there are.
+    """Lets fused attention fall back to its parts where no kernel fits its dtype and shapes; returns their number.
 
     Graphs of opset 23 have such layers, and no fused kernel exists for float32, for example.
     """
