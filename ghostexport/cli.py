@@ -248,6 +248,8 @@ def resolve(
         data = _merged(data, {"select": {"prune": None}}, keep_none=True)
     elif flags.get("select", {}).get("prune") is not None:
         data = _merged(data, {"select": {"spans": None}}, keep_none=True)
+    if flags.get("bench", {}).get("preset") is not None:
+        data = {**data, "bench": {}}  # a stored recipe has every key written out and would hide the preset
     return parse_recipe(_merged(data, flags), str(recipe_file or "recipe")), folder
 
 
