@@ -39,12 +39,28 @@ class Quality:
     tokens: int
 
 
+@dataclass
+class WindowSums:
+    """Sums over the predicted positions of one call of :meth:`QualityMeter.add`.
+
+    Attributes:
+        nll: negative log-likelihood of the next token, nats.
+        kl, agree: of the ``compared`` positions: KL to the reference, and same preferred token.
+        tokens, compared: predicted positions, and those with a reference.
+    """
+
+    nll: float = 0.0
+    kl: float = 0.0
+    agree: int = 0
+    tokens: int = 0
+    compared: int = 0
+
+
 class QualityMeter:
-    """Accumulates :class:`Quality` over windows of text."""
+    """Accumulates :class:`Quality` over windows of text; ``windows`` holds the sums of every call, for intervals."""
 
     def __init__(self) -> None:
-        self._nll = self._kl = 0.0
-        self._agree = self._tokens = self._compared = 0
+        self.windows: list[WindowSums] = []
 
     def add(self, logits: Any, tokens: Any, mask: Any = None, reference: Any = None) -> None:
         """Adds windows.
@@ -59,24 +75,28 @@ class QualityMeter:
         counted = torch.ones_like(tokens, dtype=torch.bool) if mask is None else torch.as_tensor(mask) != 0
         counted = counted[:, :-1] & counted[:, 1:]
         targets = tokens[:, 1:][counted]
+        sums = WindowSums()
+        self.windows.append(sums)
         pairs = zip(_rows(logits, counted), targets.split(ROWS), _rows(reference, counted), strict=False)
         for rows, wanted, dense in pairs:
             log_q = rows.double().log_softmax(1)  # [n, V]
-            self._nll -= float(log_q.gather(1, wanted[:, None].to(log_q.device)).sum())
-            self._tokens += len(wanted)
+            sums.nll -= float(log_q.gather(1, wanted[:, None].to(log_q.device)).sum())
+            sums.tokens += len(wanted)
             if dense is not None:
                 log_p = dense.double().log_softmax(1).to(log_q.device)
-                self._kl += float((log_p.exp() * (log_p - log_q)).sum())
-                self._agree += int((log_p.argmax(1) == log_q.argmax(1)).sum())
-                self._compared += len(wanted)
+                sums.kl += float((log_p.exp() * (log_p - log_q)).sum())
+                sums.agree += int((log_p.argmax(1) == log_q.argmax(1)).sum())
+                sums.compared += len(wanted)
 
     def result(self) -> Quality:
         """Figures over everything added so far (NaN perplexity when nothing was)."""
+        nll, kl = math.fsum(w.nll for w in self.windows), math.fsum(w.kl for w in self.windows)
+        tokens, compared = sum(w.tokens for w in self.windows), sum(w.compared for w in self.windows)
         return Quality(
-            math.exp(self._nll / self._tokens) if self._tokens else math.nan,
-            self._kl / self._compared if self._compared else None,
-            self._agree / self._compared if self._compared else None,
-            self._tokens,
+            math.exp(nll / tokens) if tokens else math.nan,
+            kl / compared if compared else None,
+            sum(w.agree for w in self.windows) / compared if compared else None,
+            tokens,
         )
 
 
@@ -86,6 +106,16 @@ def evaluate(
     reference: str | None = None,
     execution: Execution | None = None,
 ) -> dict[str, Quality]:
+    """Measures several models on the same windows: the results of :func:`measure`."""
+    return {name: meter.result() for name, meter in measure(models, windows, reference, execution).items()}
+
+
+def measure(
+    models: Mapping[str, Forward],
+    windows: CalibrationSet,
+    reference: str | None = None,
+    execution: Execution | None = None,
+) -> dict[str, QualityMeter]:
     """Measures several models on the same windows, one window at a time.
 
     Args:
@@ -101,7 +131,7 @@ def evaluate(
         for name, meter in meters.items():
             meter.add(logits[name], batch.input_ids, batch.mask, None if reference is None else logits[reference])
         execution.progress("evaluate", batch.sequences.stop, len(windows))
-    return {name: meter.result() for name, meter in meters.items()}
+    return meters
 
 
 def torch_forward(model: Any) -> Forward:
