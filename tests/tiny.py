@@ -34,8 +34,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", _GQA | {"sliding_window": 8, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3TextConfig", _GQA | {"sliding_window": 8, "query_pre_attn_scalar": 16}),
     "gpt-neox": ("GPTNeoXConfig", _COMMON | {"use_parallel_residual": True}),
-    "gpt2": ("GPT2Config", {"vocab_size": 128, "n_embd": 64, "n_layer": 6, "n_head": 4, "n_positions": 256}
-             | {"bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": 128, "n_embd": 64, "n_layer": 6, "n_head": 4, "n_positions": 256}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+    ),
     "phi": ("PhiConfig", _COMMON | {"partial_rotary_factor": 0.5}),
     "olmo2": ("Olmo2Config", _GQA),
 }
@@ -68,7 +71,9 @@ def tiny_folder(path: Path, name: str = "llama-tied", **overrides: Any) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     tiny(name, **({"vocab_size": 264} | overrides)).save_pretrained(path)
     fast.save_pretrained(path)

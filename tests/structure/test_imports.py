@@ -10,7 +10,17 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "ghostexport"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-HEAVY = {"torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "tensorrt", "tensorrt_rtx", "datasets", "matplotlib"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt_rtx",
+    "datasets",
+    "matplotlib",
+}
 #: vendor library -> the one file that may import it, inside functions
 VENDORS = {
     "tensorrt": "runtimes/tensorrt.py",
@@ -67,7 +77,9 @@ def test_the_library_never_prints_or_configures_logging(path):
     text = path.read_text(encoding="utf-8")
     assert "basicConfig" not in text
     if path.name not in ("cli.py", "show.py"):
-        calls = [n.func.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+        calls = [
+            n.func.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        ]
         assert "print" not in calls
 
 
