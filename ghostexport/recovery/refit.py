@@ -187,6 +187,10 @@ class _Walk:
                 statistics.add(batch.sequences, batch.mask, before, self.take(self.streams.dense, batch), last)
 
         operator = fit(boundary, feed)
+        if operator.scale is not None:
+            raise RecoveryError(
+                f"{operator.kind} is folded into the weights that a refit replaces.", f"Use {operator.kind} alone."
+            )
         for batch, before, last in batches():
             self.put(self.streams.repaired, batch, apply(operator, before, last))
         return operator
