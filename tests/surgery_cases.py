@@ -73,7 +73,6 @@ FIXTURES: dict[str, Fixture] = {
     "transformers-llama": Fixture("llama", "transformers"),
     "transformers-llama-tied": Fixture("llama-tied", "transformers"),
     "transformers-llama-opset23": Fixture("llama", "transformers opset 23"),
-    "transformers-llama-fused": Fixture("llama", "transformers ort_fusions", standard=False),
     "transformers-qwen3": Fixture("qwen3", "transformers"),
     "transformers-gemma3": Fixture("gemma3", "transformers"),
     "transformers-gpt-neox": Fixture("gpt-neox", "transformers"),

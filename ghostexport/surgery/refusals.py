@@ -39,7 +39,8 @@ def refuse_spliced(model: ir.Model, names: set[str]) -> None:
     weights = [name for name in model.graph.initializers if _OURS.match(name)]
     if nodes or weights:
         raise AlreadySpliced(
-            f"The graph already carries an operator: {', '.join([*nodes, *weights][:4])}.", "Start again from the dense graph."
+            f"The graph already carries an operator: {', '.join([*nodes, *weights][:4])}.",
+            "Start again from the dense graph.",
         )
     taken = names & {value.name or "" for value in _all_values(model)}
     if taken:

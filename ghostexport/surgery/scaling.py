@@ -9,9 +9,11 @@ From a residual sum, back along its non-stream operands as long as the path is l
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from ghostexport.errors import SurgeryError
+from ghostexport.operators import FloatArray
 from ghostexport.plan import PrunePlan
 from ghostexport.surgery.attention import is_constant
 from ghostexport.surgery.boundaries import DecoderLayout
@@ -107,7 +109,7 @@ class _Scaler:
         tensor = old.const_value
         if tensor is None or old.dtype is None:
             raise self._refusal(f"the values of {old.name!r} are not in the file")
-        scaled = tensor.numpy().astype("float32") * self.factor
+        scaled = _values(tensor).astype("float32") * self.factor
         new = weight(f"ghost.scale.{self.block}.{self.count}", scaled, old.dtype)
         self.count += 1
         reader.replace_input_with(index, new)
@@ -117,3 +119,13 @@ class _Scaler:
         return SurgeryError(
             f"Block {self.block} cannot be scaled: {why}.", "Use an operator that acts at the boundary, such as ghost."
         )
+
+
+def _values(tensor: ir.TensorProtocol) -> FloatArray:
+    """The numbers of a weight. onnx-ir reads no data file that has a second name, and shared data files do."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        return tensor.numpy()
+    values = np.fromfile(
+        tensor.path, tensor.dtype.numpy(), int(np.prod(tensor.shape.numpy())), offset=tensor.offset or 0
+    )
+    return values.reshape(tensor.shape.numpy())
