@@ -136,8 +136,8 @@ def swap(
     from ghostexport.recipe import Execution
     from ghostexport.runtimes import swap_operator
 
-    with screen.progress() as (progress, say):
-        swapped = swap_operator(engine, operator, execution=Execution(progress=progress, say=say))
+    with screen.display() as callbacks:
+        swapped = swap_operator(engine, operator, execution=Execution(**callbacks))
     screen.print_run(swapped.path.with_name(f"{swapped.variant}.json"))
 
 
@@ -177,14 +177,14 @@ def sweep(
     from ghostexport.runfolder import RunFolder, write_bytes, write_json
 
     folders = [output / f"prune-{count}" for count in sorted(set(prune))]
-    with screen.progress() as (progress, say):
+    with screen.display() as callbacks:
         for folder in folders:
             count = int(folder.name.removeprefix("prune-"))
             resolved, run = resolve(model, folder, recipe, {"select": {"prune": count}})
             write_bytes(run.recipe_path, resolved.to_yaml().encode())
             for stage in ("calibrate", "export"):
                 run.adopt(stage, RunFolder(folders[0]))
-            pipeline.run(resolved, run, Execution(device=device, progress=progress, say=say), goal="bench")
+            pipeline.run(resolved, run, Execution(device=device, **callbacks), goal="bench")
     found = collect(folders)
     screen.print_sweep(found)
     write_json(output / "sweep.json", found.to_json())
@@ -215,8 +215,8 @@ def _run_to(
     from ghostexport.recipe import Execution
 
     recipe, folder = resolve(target, output, recipe_file, flags)
-    with screen.progress() as (progress, say):
-        pipeline.run(recipe, folder, Execution(device=device, progress=progress, say=say), goal=goal)
+    with screen.display() as callbacks:
+        pipeline.run(recipe, folder, Execution(device=device, **callbacks), goal=goal)
     screen.print_run(folder.path)
 
 

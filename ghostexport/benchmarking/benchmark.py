@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 
 from ghostexport.benchmarking.ceilings import measure_ceilings
-from ghostexport.benchmarking.energy import find_meter
+from ghostexport.benchmarking.energy import EnergyMeter, find_meter
 from ghostexport.benchmarking.ideal import Ceilings, VariantFacts, ideal_speedup
 from ghostexport.benchmarking.machine import MachineWatch, card
-from ghostexport.benchmarking.measuring import Cell, Loaders, SessionPool, footprint, measure
+from ghostexport.benchmarking.measuring import Cell, Footprint, Loaders, SessionPool, footprint, measure
 from ghostexport.benchmarking.memory import device_bytes
 from ghostexport.benchmarking.result import BenchReport
 from ghostexport.benchmarking.verdicts import compare_cells
@@ -68,47 +68,20 @@ def bench(
         ParityError: an engine's logits are not finite.
     """
     workloads, skipped = _choose(grid(section), engines)
-    prints = {}
-    for number, (variant, load) in enumerate(sessions.items()):
-        execution.progress("bench: load", number, len(sessions))
-        prints[variant] = footprint(load, workloads, section.seed, clock)
-    execution.progress("bench: load", len(sessions), len(sessions))
+    prints = _footprints(sessions, workloads, section, clock, execution)
     session_clock = next(iter(prints.values())).clock
     device = "cuda" if session_clock == "cuda-events" else "cpu"
-    dtype = next(iter(facts.values())).dtype
-    ceilings = ceilings or measure_ceilings(device, dtype)
-    about = card(device) | {"versions": _versions()}
-    for line in (*_card_lines(about, ceilings), *ideal_lines(workloads, facts, ceilings)):
-        execution.say(line)
-
-    vocabulary = min(p.vocabulary for p in prints.values())
-    token_ids = {w.name: w.token_ids(vocabulary, section.seed) for w in workloads}
-    needed = sum(p.loaded_bytes or 0 for p in prints.values())
-    pool = SessionPool(sessions, keep_all=needed < MEMORY_SHARE * _free_memory())
+    ceilings = ceilings or measure_ceilings(device, next(iter(facts.values())).dtype)
+    about = _announced(device, workloads, facts, ceilings, execution)
     watch, meter = MachineWatch(device), find_meter(device)
-    try:
-        cells = measure(
-            pool,
-            workloads,
-            token_ids,
-            rounds=section.repeats,
-            warmup=section.warmup,
-            seed=section.seed,
-            clock=clock,
-            watch=watch,
-            meter=meter,
-            progress=execution.progress,
-            observe=observe,
-        )
-    finally:
-        pool.close()
+    cells, kept = _measured(sessions, workloads, prints, section, execution, clock, watch, meter, observe)
     checked = dict(parity or {})
     return BenchReport(
         runtime=next(iter(engines.values())).runtime,
         clock=session_clock,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         card=about,
-        settings=section.model_dump(mode="json") | {"sessions_kept_loaded": pool.keep_all},
+        settings=section.model_dump(mode="json") | {"sessions_kept_loaded": kept},
         workloads=workloads,
         skipped=skipped,
         facts={v: facts[v] for v in sessions},
@@ -124,6 +97,65 @@ def bench(
         recipe_sha256=recipe_sha256,
         seed=section.seed,
     )
+
+
+def _announced(
+    device: str,
+    workloads: Sequence[Workload],
+    facts: Mapping[str, VariantFacts],
+    ceilings: Ceilings,
+    execution: Execution,
+) -> dict[str, Any]:
+    """The card, said together with the ideal speed-ups before anything is measured."""
+    about = card(device) | {"versions": _versions()}
+    for line in (*_card_lines(about, ceilings), *ideal_lines(workloads, facts, ceilings)):
+        execution.say(line)
+    return about
+
+
+def _footprints(
+    sessions: Loaders, workloads: Sequence[Workload], section: BenchSection, clock: Clock, execution: Execution
+) -> dict[str, Footprint]:
+    prints = {}
+    for number, (variant, load) in enumerate(sessions.items()):
+        execution.progress("bench: load", number, len(sessions))
+        prints[variant] = footprint(load, workloads, section.seed, clock)
+    execution.progress("bench: load", len(sessions), len(sessions))
+    return prints
+
+
+def _measured(
+    sessions: Loaders,
+    workloads: Sequence[Workload],
+    prints: Mapping[str, Footprint],
+    section: BenchSection,
+    execution: Execution,
+    clock: Clock,
+    watch: MachineWatch,
+    meter: EnergyMeter | None,
+    observe: Callable[[Sequence[Cell]], None],
+) -> tuple[list[Cell], bool]:
+    """All cells, and whether all sessions were kept loaded."""
+    needed = sum(p.loaded_bytes or 0 for p in prints.values())
+    pool = SessionPool(sessions, keep_all=needed < MEMORY_SHARE * _free_memory())
+    vocabulary = min(p.vocabulary for p in prints.values())
+    try:
+        cells = measure(
+            pool,
+            workloads,
+            {w.name: w.token_ids(vocabulary, section.seed) for w in workloads},
+            rounds=section.repeats,
+            warmup=section.warmup,
+            seed=section.seed,
+            clock=clock,
+            watch=watch,
+            meter=meter,
+            progress=execution.progress,
+            observe=observe,
+        )
+    finally:
+        pool.close()
+    return cells, pool.keep_all
 
 
 def _choose(

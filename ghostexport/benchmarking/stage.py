@@ -14,7 +14,7 @@ from ghostexport.benchmarking.facts import read_facts
 from ghostexport.benchmarking.ideal import VariantFacts
 from ghostexport.benchmarking.quality import engine_quality
 from ghostexport.benchmarking.report import write_report
-from ghostexport.benchmarking.table import summary_cells
+from ghostexport.benchmarking.table import live_rows, summary_cells
 from ghostexport.calibration import load as load_calibration
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.models import resolve_source
@@ -57,6 +57,7 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
             execution,
             parity=_parity(folder),
             recipe_sha256=recipe.sha256,
+            observe=lambda cells: execution.table(recipe.variants, live_rows(cells)),
         ).to_json()
         report["summary"] = summary_cells(report)
         path = folder.path / "bench" / f"{name}.json"
