@@ -75,7 +75,6 @@ def bench(
     about = _announced(device, workloads, facts, ceilings, execution)
     watch, meter = MachineWatch(device), find_meter(device)
     cells, kept = _measured(sessions, workloads, prints, section, execution, clock, watch, meter, observe)
-    checked = dict(parity or {})
     return BenchReport(
         runtime=next(iter(engines.values())).runtime,
         clock=session_clock,
@@ -87,10 +86,10 @@ def bench(
         facts={v: facts[v] for v in sessions},
         engines=engines,
         footprints=prints,
-        parity=checked,
+        parity=dict(parity or {}),
         ceilings=ceilings,
         cells=cells,
-        comparisons=compare_cells(cells, engines, facts, checked, ceilings, section.seed),
+        comparisons=compare_cells(cells, engines, facts, parity or {}, ceilings, section.seed),
         conditions=watch.summary(),
         flags=tuple(watch.flags()),
         energy_source=meter.source if meter else None,
