@@ -83,6 +83,12 @@ FLAGS: dict[str, Flag] = {
     "prefill": Flag("bench", "prefill_tokens", list[int], "Prompt length to measure; repeatable."),
     "past": Flag("bench", "decode_past", list[int], "Past length of decode to measure; repeatable."),
     "eval_tokens": Flag("bench", "eval_tokens", int, "Held-out tokens for each engine's quality."),
+    "windows": Flag("eval", "windows", int, "Held-out windows to evaluate on."),
+    "onnx": Flag("eval", "onnx", bool, "Evaluate the ONNX graphs too."),
+    "generate": Flag("eval", "generate", int, "Tokens of a sample continuation."),
+    "task": Flag("eval", "tasks", list[str], "Zero-shot task, such as demo:arc_easy; repeatable."),
+    "task_folder": Flag("eval", "task_folder", str, "Folder of lm-eval task files."),
+    "limit": Flag("eval", "limit", int, "Items of each task."),
 }
 
 
@@ -106,6 +112,12 @@ VERBS = (
         "verify",
         "Compare every graph with PyTorch.",
         ("model", "calibration", "select", "recover", "export"),
+    ),
+    Verb(
+        "eval",
+        "eval",
+        "Measure the quality of every variant: text, cuts, tasks.",
+        ("model", "calibration", "select", "recover", "export", "eval"),
     ),
     Verb(
         "engine",

@@ -56,6 +56,15 @@ def paired_mean(values: Sequence[float], others: Sequence[float], resamples: int
     return _summary(float(changes.mean()), draws @ changes / len(changes))
 
 
+def paired_average(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], resamples: int, seed: int
+) -> dict[str, Any]:
+    """Difference of the averages over tasks, the items of every task resampled by themselves."""
+    changes = [np.asarray(one, np.float64) - np.asarray(other, np.float64) for one, other in pairs]
+    means = [resampled(len(c), resamples, seed + i) @ c / len(c) for i, c in enumerate(changes)]
+    return _summary(float(np.mean([c.mean() for c in changes])), np.mean(means, axis=0))
+
+
 def _difference(
     windows: Sequence[WindowSums], others: Sequence[WindowSums], draws: NDArray[np.int64], key: str, count: str
 ) -> dict[str, Any]:

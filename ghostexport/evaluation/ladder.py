@@ -55,10 +55,12 @@ def best_symmetric(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
     sums = values[:, None] + values[None]
     floor = torch.finfo(gram.dtype).eps * len(gram) * values[-1]
     solution = Q @ torch.where(sums > floor, right / sums, torch.zeros_like(right)) @ Q.T
-    return (solution + solution.T) / 2
+    symmetric: torch.Tensor = (solution + solution.T) / 2
+    return symmetric
 
 
 def best_procrustes(moments: BoundaryMoments) -> torch.Tensor:
     """``alpha R`` with ``R`` orthogonal."""
     U, S, Vt = torch.linalg.svd(moments.gram + moments.cross)
-    return float(S.sum() / moments.gram.trace()) * (U @ Vt)
+    scaled: torch.Tensor = float(S.sum() / moments.gram.trace()) * (U @ Vt)
+    return scaled

@@ -1,0 +1,155 @@
+"""The eval stage: the quality of every variant of a run on PyTorch and on its ONNX graphs, into ``evaluation.json``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ghostexport import calibration, models
+from ghostexport.calibration import CalibrationSet
+from ghostexport.evaluation.boundaries import boundary_errors
+from ghostexport.evaluation.intervals import differences
+from ghostexport.evaluation.quality import Forward, QualityMeter, measure, torch_forward
+from ghostexport.evaluation.tasks import ask, compare, summarise
+from ghostexport.models import LoadedModel
+from ghostexport.operators import OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import EvalSection, Execution, Recipe
+from ghostexport.runfolder import RunFolder, write_json
+
+#: Tokens of held-out text that a generation sample continues.
+PROMPT = 24
+
+
+def eval_run(
+    folder: RunFolder, recipe: Recipe, loaded: LoadedModel, plan: PrunePlan, sets: Mapping[str, OperatorSet],
+    execution: Execution,
+) -> list[Path]:  # fmt: skip
+    """Measures every variant.
+
+    ``evaluation.json``: ``text`` (held-out windows, their BOS token), ``variants`` (``perplexity``, ``kl`` in nats and
+    ``top1`` against dense, ``onnx`` the same of the graph, ``losses`` per window, ``sample``, ``tasks``),
+    ``differences`` between all pairs with paired bootstrap intervals, ``boundaries`` (ladder, operators).
+
+    Raises:
+        RuntimeUnavailableError: ONNX Runtime or lm-eval is missing and was asked for.
+    """
+    section = recipe.eval
+    drawn, held_out = calibration.load(folder.calibration_path)
+    windows = _first(held_out, section.windows)
+    variants = {"dense": loaded.model, "pruned": models.patch(loaded, plan).model}
+    variants |= {name: models.patch(loaded, plan, operators).model for name, operators in sets.items()}
+    meters = measure({n: torch_forward(m) for n, m in variants.items()}, windows, "dense", execution)
+    report: dict[str, Any] = {
+        "text": {"windows": len(windows), "length": windows.tokens.shape[1], "spec": dict(windows.spec)},
+        "variants": {name: _figures(meter) for name, meter in meters.items()},
+        "differences": _differences(meters, section),
+        "boundaries": boundary_errors(loaded, plan, sets, drawn, windows, execution) if plan.removed else [],
+    }
+    if section.onnx:
+        for name, meter in _onnx_meters(folder, recipe, variants, windows, execution).items():
+            report["variants"][name]["onnx"] = {k: v for k, v in _figures(meter).items() if k != "losses"}
+    if section.generate and loaded.tokenizer is not None:
+        for name, model in variants.items():
+            report["variants"][name]["sample"] = _sample(model, loaded.tokenizer, windows, section.generate)
+    if section.tasks:
+        _add_tasks(report, variants, loaded, section, execution)
+    path = folder.path / "evaluation.json"
+    write_json(path, report)
+    return [path]
+
+
+def _first(held_out: CalibrationSet, count: int | None) -> CalibrationSet:
+    return CalibrationSet(held_out.tokens[:count], held_out.attention_mask[:count], held_out.spec)
+
+
+def _figures(meter: QualityMeter) -> dict[str, Any]:
+    found = meter.result()
+    return {
+        "perplexity": None if math.isnan(found.perplexity) else found.perplexity,
+        "kl": found.mean_kl,
+        "top1": found.top1_agreement,
+        "tokens": found.tokens,
+        "losses": [window.nll for window in meter.windows],
+    }
+
+
+def _differences(meters: Mapping[str, QualityMeter], section: EvalSection) -> list[dict[str, Any]]:
+    return [
+        {"variant": one, "minus": other}
+        | differences(meters[one].windows, meters[other].windows, section.resamples, section.seed)
+        for other, one in itertools.combinations(meters, 2)
+    ]
+
+
+def _onnx_meters(
+    folder: RunFolder, recipe: Recipe, variants: Mapping[str, Any], windows: CalibrationSet, execution: Execution
+) -> dict[str, QualityMeter]:
+    """Every graph on ONNX Runtime, one at a time, compared with the dense PyTorch model."""
+    from ghostexport.float32_twin import write_float32_twin
+
+    found = {}
+    for name in variants:
+        with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
+            graph = folder.graph_path(name)
+            if recipe.model.dtype == "bfloat16":  # ONNX Runtime has no bfloat16 kernels on the CPU
+                graph = write_float32_twin(graph, Path(scratch))
+            pair = {"dense torch": torch_forward(variants["dense"]), name: onnx_forward(graph)}
+            found[name] = measure(pair, windows, "dense torch", execution)[name]
+    return found
+
+
+def onnx_forward(graph: Path) -> Forward:
+    """The forward function of an exported decoder on ONNX Runtime, from an empty cache.
+
+    Raises:
+        RuntimeUnavailableError: onnxruntime is missing, or cannot run the graph.
+    """
+    from ghostexport.verification import GraphRun
+
+    run = GraphRun(graph)
+
+    def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Any:
+        ids = input_ids.cpu().numpy()
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return run.run(ids, run.empty_cache(len(ids)), mask.cpu().numpy())["logits"]
+
+    return forward
+
+
+def _sample(model: Any, tokenizer: Any, windows: CalibrationSet, tokens: int) -> dict[str, str]:
+    """A greedy continuation of the first window's beginning."""
+    device = next(model.parameters()).device
+    prompt = torch.from_numpy(windows.tokens[:1, : min(PROMPT, windows.tokens.shape[1] // 2)]).to(device)
+    with torch.no_grad():
+        ids = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+    return {"prompt": tokenizer.decode(prompt[0]), "text": tokenizer.decode(ids[0, prompt.shape[1] :])}
+
+
+def _add_tasks(
+    report: dict[str, Any],
+    variants: Mapping[str, Any],
+    loaded: LoadedModel,
+    section: EvalSection,
+    execution: Execution,
+) -> None:
+    folder = None if section.task_folder is None else Path(section.task_folder)
+    with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
+        answers = ask(variants, loaded.tokenizer, section.tasks, folder, section.limit, Path(scratch), execution)
+    for name, figures in summarise(answers).items():
+        report["variants"][name]["tasks"] = figures
+    for entry in report["differences"]:
+        one, other = answers[entry["variant"]], answers[entry["minus"]]
+        entry["tasks"] = compare(one, other, section.resamples, section.seed)

@@ -1,0 +1,136 @@
+"""The eval stage on a tiny model, end to end, and zero-shot tasks from a local file."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ghostexport import calibration, models
+from ghostexport.cli import resolve
+from ghostexport.evaluation.tasks import ask
+from ghostexport.pipeline import read_operators, read_plan
+from ghostexport.pipeline import run as run_pipeline
+from ghostexport.recipe import Execution
+from ghostexport.runfolder import RunFolder
+
+OPERATORS = ["ghost", "replaceme-lstsq"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model, text_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval") / "run"
+    flags = {
+        "calibration": {"source": str(text_file), "sequences": 24, "length": 64, "held_out_sequences": 6},
+        "select": {"spans": [[2, 4]]},
+        "recover": {"operators": OPERATORS},
+        "build": {"runtimes": ["onnxruntime"]},
+        "eval": {"windows": 5, "generate": 8, "resamples": 200},
+    }
+    recipe, run_folder = resolve(str(tiny_model), folder, None, flags)
+    run_pipeline(recipe, run_folder, goal="eval")
+    return folder, json.loads((folder / "evaluation.json").read_text())
+
+
+@pytest.mark.slow
+def test_text_figures_equal_the_models_own_loss_and_onnx_agrees(run, tiny_model):
+    folder, report = run
+    assert list(report["variants"]) == ["dense", "pruned", *OPERATORS]
+    assert report["text"]["windows"] == 5 and report["text"]["spec"]["bos"] == 1
+    loaded = models.load_model(tiny_model, "float32", Execution(device="cpu"))
+    _, held_out = calibration.load(folder / "calibration.safetensors")
+    ids = torch.from_numpy(held_out.tokens[:5])
+    for name, found in report["variants"].items():
+        operators = read_operators(RunFolder(folder), name)
+        model = loaded.model if name == "dense" else models.patch(loaded, read_plan(RunFolder(folder)), operators).model
+        loss = float(model(input_ids=ids, labels=ids).loss)
+        assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+        assert found["onnx"]["perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
+        assert found["onnx"]["kl"] == pytest.approx(found["kl"], abs=1e-4)
+        assert len(found["losses"]) == 5 and found["tokens"] == 5 * 63
+        assert found["sample"]["prompt"]
+    assert report["variants"]["dense"]["kl"] == 0 and report["variants"]["pruned"]["kl"] > 0
+
+
+@pytest.mark.slow
+def test_differences_are_paired_and_complete(run):
+    _, report = run
+    variants = list(report["variants"])
+    pairs = {(d["variant"], d["minus"]) for d in report["differences"]}
+    assert len(pairs) == len(report["differences"]) == len(variants) * (len(variants) - 1) // 2
+    for entry in report["differences"]:
+        one, other = (report["variants"][entry[key]] for key in ("variant", "minus"))
+        assert entry["loss"]["difference"] == pytest.approx(math.log(one["perplexity"] / other["perplexity"]))
+        low, high = entry["loss"]["interval"]
+        assert low <= entry["loss"]["difference"] <= high
+        assert entry["loss"]["claimed"] == (not low <= 0 <= high)
+
+
+@pytest.mark.slow
+def test_the_ladder_and_the_operators_errors(run):
+    _, report = run
+    (cut,) = report["boundaries"]
+    assert cut["span"] == [2, 4] and list(cut["operators"]) == OPERATORS
+    assert list(cut["ladder"]) == ["scalar", "diagonal", "symmetric", "procrustes", "full"]
+    ghost, full = cut["operators"]["ghost"], cut["ladder"]["full"]
+    assert ghost["nmse"] == pytest.approx(full["nmse"], rel=1e-3)
+    assert ghost["sink_relative_error"] == pytest.approx(full["sink_relative_error"], rel=1e-2)
+    assert all(np.isfinite(v) for kind in ("ladder", "operators") for f in cut[kind].values() for v in f.values())
+
+
+@pytest.mark.slow
+def test_a_second_eval_is_kept(run, cli):
+    folder, _ = run
+    code, _, err = cli("eval", folder)
+    assert code == 0 and "eval: current, kept" in err
+
+
+TASK = """
+task: colours
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {data}}}}}
+validation_split: validation
+test_split: null
+output_type: multiple_choice
+target_delimiter: ""
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+
+@pytest.mark.slow
+def test_tasks_from_a_local_file_need_no_network(tiny_model, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="extra [eval]")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    questions = [
+        {"question": f"Stone {i} is", "choices": [" red", " blue and green", " old"], "answer": i % 3} for i in range(7)
+    ]
+    data = tmp_path / "colours.jsonl"
+    data.write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "colours.yaml").write_text(TASK.format(data=data))
+    (tmp_path / "scratch").mkdir()
+    loaded = models.load_model(tiny_model, "float32", Execution(device="cpu"))
+    found = ask({"dense": loaded.model}, loaded.tokenizer, ["colours"], tmp_path, 6, tmp_path / "scratch", Execution())
+    expected = {"acc": [], "acc_norm": []}
+
+    def tokens(text):
+        return loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def log_likelihood(question, choice):
+        prompt = [loaded.tokenizer.bos_token_id, *tokens(question)]
+        ids = [*prompt, *tokens(choice)]
+        with torch.no_grad():
+            log_p = loaded.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return sum(float(log_p[t - 1, ids[t]]) for t in range(len(prompt), len(ids)))
+
+    for item in questions[:6]:
+        scores = np.array([log_likelihood(item["question"], choice) for choice in item["choices"]])
+        lengths = np.array([len(choice) for choice in item["choices"]])
+        expected["acc"].append(float(scores.argmax() == item["answer"]))
+        expected["acc_norm"].append(float((scores / lengths).argmax() == item["answer"]))
+    assert found["dense"]["colours"] == expected
