@@ -143,7 +143,8 @@ def draw(
     """Draws calibration windows and held-out windows, the two from different documents.
 
     Each document goes whole to the set that is relatively emptier; a set's documents are joined by blank lines and cut
-    into windows of ``section.length`` tokens, each starting with the tokenizer's BOS token where it defines one.
+    into windows of ``section.length`` tokens, each starting with the tokenizer's BOS token where it defines one
+    (and ``section.bos`` is on).
 
     Raises:
         CalibrationError: no tokenizer, unusable source, or too little text (says how many tokens there are and lack).
@@ -152,7 +153,7 @@ def draw(
     execution = execution or Execution()
     if tokenizer is None:
         raise CalibrationError("The model's source has no tokenizer.", "Add tokenizer files to the model's folder.")
-    bos = tokenizer.bos_token_id
+    bos = tokenizer.bos_token_id if section.bos else None
     room = section.length - (bos is not None)  # text tokens per window
     wanted = (section.sequences * room, section.held_out_sequences * room)
     pools: tuple[list[int], list[int]] = ([], [])

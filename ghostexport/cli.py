@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ghostexport.compat import COMPAT
 from ghostexport.errors import GhostExportError, RecipeError
 from ghostexport.flags import FLAGS, VERBS
 
@@ -32,6 +33,7 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", help="Run folder 
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="Recipe file; flags override it.")]
 Device = Annotated[str, typer.Option(help="PyTorch device: auto, cpu, cuda, cuda:1.")]
 Plan = Annotated[str | None, typer.Option(help="Spans to remove: [[10, 17]] half-open, or a plan.json.")]
+Compat = Annotated[str | None, typer.Option(help=f"All switches as a repository has them: {', '.join(COMPAT)}.")]
 
 
 def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
@@ -44,10 +46,16 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
             given.setdefault(entry.section, {})[entry.key] = entry.read(values[flag])
         if values.get("plan") is not None:
             given["select"]["spans"] = _spans(values["plan"])
+        if values.get("compat") is not None:
+            from ghostexport.recipe import require_name
+
+            require_name(values["compat"], COMPAT, "repository")
+            given = _merged(COMPAT[values["compat"]], given)
         _run_to(goal, values["target"], values["output"], values["recipe"], given, values["device"])
 
     own: dict[str, tuple[Any, Any]] = {"target": (Target, ...), "output": (Output, None)}
     own |= {"plan": (Plan, None)} if "select" in sections else {}
+    own |= {"compat": (Compat, None)} if {"calibration", "select"} <= set(sections) else {}
     own |= {flag: (entry.annotation(flag), None) for flag, entry in flags.items()}
     own |= {"recipe": (RecipeFile, None), "device": (Device, "auto")}
     command.__annotations__ = {name: annotation for name, (annotation, _) in own.items()}

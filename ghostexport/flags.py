@@ -46,6 +46,7 @@ FLAGS: dict[str, Flag] = {
     "length": Flag("calibration", "length", int, "Tokens per sequence."),
     "held_out": Flag("calibration", "held_out_sequences", int, "Held-out sequences."),
     "seed": Flag("calibration", "seed", int, "Seed of the calibration draw."),
+    "bos": Flag("calibration", "bos", bool, "Begin every window with the BOS token, where there is one."),
     "prune": Flag("select", "prune", int, "How many decoder blocks to remove."),
     "select": Flag("select", "criterion", str, "Criterion that chooses the blocks."),
     "protect_first": Flag("select", "protect_first", int, "Blocks at the start that stay."),

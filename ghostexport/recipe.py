@@ -72,6 +72,7 @@ class CalibrationSection(_Section):
     length: Annotated[int, Field(ge=2)] = 2048
     held_out_sequences: Annotated[int, Field(ge=1)] = 16
     seed: int = 0
+    bos: bool = True
 
 
 class SelectSection(_Section):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from ghostexport.moments import BoundaryMoments
-from ghostexport.recovery.ghost import solve_truncated
+from ghostexport.recovery.solving import solve_truncated
 
 
 def ladder(moments: BoundaryMoments) -> dict[str, torch.Tensor]:
