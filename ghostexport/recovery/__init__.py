@@ -15,7 +15,9 @@ from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import REFIT, Execution, RecoverSection, base_operator, require_name
 from ghostexport.recovery.affine import fit_affine
+from ghostexport.recovery.cosine import train_cosine
 from ghostexport.recovery.cross_validation import FOLDS
+from ghostexport.recovery.distilled import distil
 from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.linearpatch import fit_diag, fit_rotate
@@ -32,6 +34,9 @@ from ghostexport.recovery.weighted import fit_weighted
 
 Fit = Callable[[BoundaryStatistics, RecoverSection], Operator]
 
+#: Trains on from fitted operators: ``train(loaded, plan, initial, calibration, held_out, section, execution)``.
+Train = Callable[..., tuple[Operator, ...]]
+
 #: Raises a GhostExportError where a kind of operator does not apply to a model and plan.
 Check = Callable[[LoadedModel, PrunePlan], None]
 
@@ -45,12 +50,14 @@ class Family:
         bases: magnitude statistics that it needs besides the moments.
         needs: other statistics that it needs besides the moments.
         check: asked before anything is measured.
+        train: continues from what ``fit`` found.
     """
 
     fit: Fit
     bases: tuple[Basis, ...] = ()
     needs: tuple[Need, ...] = ()
     check: Check | None = None
+    train: Train | None = None
 
 
 OPERATORS: dict[str, Family] = {
@@ -64,6 +71,9 @@ OPERATORS: dict[str, Family] = {
     "none": Family(fit_none),
     "prune-and-comp": Family(fit_scale, bases=("identity",), check=require_scalable),
     "replaceme-lstsq": Family(fit_lstsq, needs=("mlp-output",)),
+    "replaceme-cosine": Family(fit_none, train=train_cosine),
+    "linearpatch-distilled": Family(fit_rotate, bases=("hadamard",), train=distil),
+    "ghost-distilled": Family(fit_ghost, train=distil),
 }
 
 
@@ -93,6 +103,8 @@ def recover(
     execution = execution or Execution()
     for name in section.operators:
         require_name(base_operator(name), OPERATORS, "operator")
+        if name.endswith(REFIT) and OPERATORS[base_operator(name)].train is not None:
+            raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
     if not plan.removed:
         return {name: OperatorSet(name, (), plan, calibration.sha256) for name in section.operators}
     for tokens in (calibration, held_out):
@@ -103,6 +115,9 @@ def recover(
             check(loaded, plan)
     families = {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
     fitted = _fit(loaded, plan, calibration, held_out, families, section, execution)
+    for name, family in families.items():
+        if family.train is not None:
+            fitted[name] = family.train(loaded, plan, fitted[name], calibration, held_out, section, execution)
     for name in section.operators:
         if name.endswith(REFIT):
             fitted[name] = _refit(loaded, plan, calibration, held_out, name, section, execution)

@@ -16,9 +16,9 @@ import torch
 from ghostexport.operators import Operator
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.cross_validation import choose_ridge, shifted
-from ghostexport.recovery.ghost import condition, solve_ridge
 from ghostexport.recovery.passes import BoundaryStatistics
 from ghostexport.recovery.rank import linear_form
+from ghostexport.recovery.solving import condition, solve_ridge
 
 
 def fit_affine(statistics: BoundaryStatistics, section: RecoverSection) -> Operator:

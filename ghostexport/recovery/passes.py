@@ -14,6 +14,7 @@ from ghostexport.operators import Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
 from ghostexport.recovery.hadamard import hadamard
+from ghostexport.recovery.judging import judges
 from ghostexport.recovery.last_block import LastBlock, tapped
 from ghostexport.recovery.ranks import add_up, shared_out
 
@@ -37,7 +38,8 @@ class BoundaryStatistics:
         boundary: the boundary.
         folds: moments by fold of sequences (sequence i is in fold ``i % len(folds)``).
         weighted_folds: the same with :func:`token_weights`; empty unless needed.
-        last_block_folds: token-weighted moments of the change on ``[x_mid, h]``; empty unless needed.
+        last_block_folds: token-weighted moments of the change on ``[x_mid, h]``, of fitting and of judging sequences
+            (:mod:`ghostexport.recovery.judging`); empty unless needed.
         mlp_folds: moments of the change on the MLP output ``m = x_s - x_mid``; empty unless needed.
         last_block_weight, last_block_bias: ``V0`` ``[I, C]`` and its bias in the last kept block; None unless needed.
         ratios: magnitude ratios by basis, for the operators that need them.
@@ -89,6 +91,8 @@ class BoundaryStatistics:
             rows = [row for row, sequence in enumerate(sequences) if sequence % count == fold]
             if rows:
                 self._add_fold(fold, mask[rows], x[rows], post[rows], None if last is None else last[rows])
+        if last is not None and "last-block" in self.needs:
+            self._add_last_block(sequences, mask, post.double() - x.double(), post, last)
         for ratios in self.ratios.values():
             for row in range(len(sequences)):
                 ratios.add(x[row][mask[row]], post[row][mask[row]])
@@ -98,21 +102,29 @@ class BoundaryStatistics:
     ) -> None:
         before, after = x[mask], post[mask]
         self.folds[fold].add(before, after)
-        weights = token_weights(after) if self.needs - {"mlp-output"} else None
         if "weighted" in self.needs:
-            self.weighted_folds[fold].add(before, after, weights)
-        change = after.double() - before.double()
-        if last is not None and "last-block" in self.needs:
-            self.last_block_folds[fold].add_change(last[mask].regressors, change, weights)
+            self.weighted_folds[fold].add(before, after, token_weights(after))
         if last is not None and "mlp-output" in self.needs:
+            change = after.double() - before.double()
             self.mlp_folds[fold].add_change(before.double() - last.mid[mask].double(), change)
+
+    def _add_last_block(
+        self, sequences: range, mask: torch.Tensor, change: torch.Tensor, post: torch.Tensor, last: LastBlock
+    ) -> None:
+        for fold in range(2):
+            rows = [row for row, sequence in enumerate(sequences) if judges(sequence) == bool(fold)]
+            if rows:
+                chosen = mask[rows]
+                weights = token_weights(post[rows][chosen])
+                self.last_block_folds[fold].add_change(last[rows][chosen].regressors, change[rows][chosen], weights)
 
     def _require_last_block(self, last: LastBlock) -> None:
         if self.last_block_weight is None:
             self.last_block_weight, self.last_block_bias = last.weight, last.bias
             if "last-block" in self.needs:
                 rows = last.mid.shape[-1] + last.inner.shape[-1]
-                self.last_block_folds = [BoundaryMoments(f.channels, f.gram.device, rows) for f in self.folds]
+                one = self.folds[0]
+                self.last_block_folds = [BoundaryMoments(one.channels, one.gram.device, rows) for _ in range(2)]
 
 
 class BoundaryErrors:

@@ -8,9 +8,8 @@ stream returns to the dense model's, in depth order and without any new node (to
                                                                                    m = median of diag(Gram)
     x^_{l+1} = x^_mid + h V
 
-Of the calibration sequences every fourth judges: lambda is the one of :data:`RIDGES` whose fit on the others errs
-least there, and a weight is left alone when none errs less than the old one; the chosen fit is repeated on all. Since
-every boundary is fitted on the repaired stream too, several cuts get sequential statistics.
+``lambda`` is judged on every fourth calibration sequence, and a weight is left alone where no change helps there
+(``judging``). Since every boundary is fitted on the repaired stream too, several cuts get sequential statistics.
 
 ``upstream`` blocks before a cut of n blocks are refitted likewise: k of them imitate k + n dense blocks.
 
@@ -35,20 +34,10 @@ from ghostexport.moments import BoundaryMoments, token_weights
 from ghostexport.operators import FoldRole, Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
-from ghostexport.recovery.cross_validation import median_diagonal
-from ghostexport.recovery.ghost import solve_ridge
+from ghostexport.recovery.judging import JUDGES, choose_change, judges
 from ghostexport.recovery.last_block import LastBlock, right_multiply
 from ghostexport.recovery.passes import BoundaryStatistics, apply
 from ghostexport.recovery.streams import Inside, SingleBlock, Streams, block_calls, fill, open_streams
-
-#: Pull towards the old weights, relative to the median diagonal of the Gram matrix.
-RIDGES = (1e-3, 1e-2, 1e-1)
-
-#: Every JUDGES-th sequence decides instead of fitting.
-JUDGES = 4
-
-#: A new weight must lower the judges' error by more than rounding.
-IMPROVEMENT = 1e-6
 
 #: ``fit(boundary, feed)``: makes statistics, calls ``feed(statistics)`` to fill them, and returns the operator.
 FitBoundary = Callable[[Boundary, Callable[[BoundaryStatistics], None]], Operator]
@@ -269,38 +258,6 @@ class _Walk:
         stream[batch.sequences.start : batch.sequences.stop] = x.to("cpu", stream.dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """A judged change of a weight.
-
-    Attributes:
-        change: ``[in (+ 1), C]``, the last row for the bias where there is one; None to keep the old weight.
-        ridge: the relative ridge chosen; None when kept.
-        error: the judges' weighted squared error over that of the old weight.
-    """
-
-    change: torch.Tensor | None
-    ridge: float | None
-    error: float
-
-
-def choose_change(fitting: BoundaryMoments, judging: BoundaryMoments) -> Choice:
-    """The ridge solution that the judging sequences like best, on all tokens; or none (see the module's text)."""
-    if not judging.square_delta:
-        return Choice(None, None, 1.0)
-    scale = median_diagonal(fitting)
-    errors = {}
-    for ridge in RIDGES:
-        change = solve_ridge(fitting.gram, fitting.cross, ridge * scale, fitting.tokens)
-        errors[ridge] = judging.residual(change) / judging.square_delta
-    best = min(errors, key=lambda ridge: errors[ridge])
-    if not errors[best] < 1 - IMPROVEMENT:
-        return Choice(None, None, errors[best])
-    whole = fitting + judging
-    change = solve_ridge(whole.gram, whole.cross, best * median_diagonal(whole), whole.tokens)
-    return Choice(change, best, errors[best])
-
-
 def _new_folds(projection: Any) -> list[BoundaryMoments]:
     inputs, outputs = right_multiply(projection).shape
     rows = inputs + (projection.bias is not None)
@@ -317,7 +274,7 @@ def _add(
 ) -> None:
     """Adds what is missing, ``aim - have`` ``(B, T, C)``, explained by the projection's input (and a constant)."""
     for fold in range(2):
-        rows = [r for r, s in enumerate(batch.sequences) if (s % JUDGES == JUDGES - 1) == bool(fold)]
+        rows = [r for r, s in enumerate(batch.sequences) if judges(s) == bool(fold)]
         if rows:
             mask = batch.mask[rows]
             x, target = regressors[rows][mask].double(), aim[rows][mask].double()

@@ -14,10 +14,11 @@ import torch
 
 from ghostexport.moments import BoundaryMoments
 from ghostexport.operators import FloatArray, Operator, WeightFold
+from ghostexport.plan import Boundary
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.cross_validation import choose_ridge
-from ghostexport.recovery.ghost import condition, solve_ridge
 from ghostexport.recovery.passes import BoundaryStatistics
+from ghostexport.recovery.solving import condition, solve_ridge
 
 
 def fit_lstsq(statistics: BoundaryStatistics, section: RecoverSection) -> Operator:
@@ -36,16 +37,15 @@ def fit_lstsq(statistics: BoundaryStatistics, section: RecoverSection) -> Operat
         ridge = section.ridge
         T = solve_ridge(moments.gram, moments.cross + moments.gram, ridge, moments.tokens)
     fit = {"ridge": ridge, "condition": condition(moments.gram, ridge)}
-    return Operator(statistics.boundary, "replaceme-lstsq", folds=(fold_map(statistics, T),), fit=fit)
-
-
-def fold_map(statistics: BoundaryStatistics, T: torch.Tensor) -> WeightFold:
-    """``T`` ``[C, C]`` behind the down-projection of the last kept block, as that projection's new weight and bias."""
     assert statistics.last_block_weight is not None
-    bias = statistics.last_block_bias
+    fold = folded(statistics.boundary, statistics.last_block_weight, statistics.last_block_bias, T)
+    return Operator(statistics.boundary, "replaceme-lstsq", folds=(fold,), fit=fit)
+
+
+def folded(boundary: Boundary, weight: torch.Tensor, bias: torch.Tensor | None, T: torch.Tensor) -> WeightFold:
+    """``T`` ``[C, C]`` behind the last kept down-projection ``[I, C]`` (and bias), as its new weight and bias."""
     new_bias = None if bias is None else _array(bias @ T)
-    block = statistics.boundary.span.start - 1
-    return WeightFold(block, "mlp_output", _array(statistics.last_block_weight @ T), new_bias)
+    return WeightFold(boundary.span.start - 1, "mlp_output", _array(weight @ T), new_bias)
 
 
 def _array(values: torch.Tensor) -> FloatArray:

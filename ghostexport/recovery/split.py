@@ -5,40 +5,36 @@ With ``x_s = x_mid + h V0`` inside the last kept block before the cut (token wei
     ghost-split     x_e ~ x_mid W + h V         W = I + M at x_mid, V in place of V0: the same nodes as ghost
     ghost-zero      x_e ~ x_mid   + h V         no node at all
 
-Both are solved for the change, ``Delta ~ x_mid M + h (V - V0)``, under a ridge that pulls towards ``M = 0, V = V0``.
+Both are solved for the change, ``Delta ~ x_mid M + h (V - V0)``, under a ridge that pulls towards ``M = 0, V = V0`` and
+is judged on every fourth sequence (``judging``), whatever the recipe's ridge.
 ghost (``V = V0 W``) and ReplaceMe (``W = I, V = V0 T``) are special cases of the first, ReplaceMe of the second.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from ghostexport.moments import BoundaryMoments
 from ghostexport.operators import Operator, WeightFold
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.cross_validation import choose_ridge, median_diagonal
-from ghostexport.recovery.ghost import condition, solve_ridge
+from ghostexport.recovery.cross_validation import median_diagonal
+from ghostexport.recovery.judging import RIDGES, choose_change
 from ghostexport.recovery.passes import BoundaryStatistics
 from ghostexport.recovery.rank import linear_form, reduced_rank
-
-#: Ridge towards the original weights, relative to the median diagonal of the weighted Gram matrix, when none is chosen
-#: by cross-validation: C + I regressors leave few tokens for each.
-PRIOR_RIDGE = 1e-3
 
 
 def fit_split(statistics: BoundaryStatistics, section: RecoverSection) -> Operator:
     """Solves for ``M`` and ``V`` jointly; with ``section.rank``, for the best ``M`` of that rank and its ``V``.
 
     Raises:
-        RecoveryError: singular or non-finite.
+        RecoveryError: fewer than four sequences, singular or non-finite.
     """
-    folds = statistics.last_block_folds
-    moments: BoundaryMoments = sum(folds[1:], start=folds[0])
-    ridge = _ridge(folds, moments, section)
+    choice, moments = _judged(statistics.last_block_folds)
     C = moments.channels
-    solution = solve_ridge(moments.gram, moments.cross, ridge, moments.tokens)
-    M, D = solution[:C], solution[C:]
-    system = moments.gram + ridge * torch.eye(len(moments.gram)).to(moments.gram)
+    M, D = choice.change[:C], choice.change[C:]
+    system = moments.gram + choice.ridge * torch.eye(len(moments.gram)).to(moments.gram)
     metric = system[:C, :C]
     if section.rank is not None:
         # The objective minimised over V is ||S^(1/2) (M - M*)||^2 with the Schur complement S.
@@ -52,7 +48,7 @@ def fit_split(statistics: BoundaryStatistics, section: RecoverSection) -> Operat
         **linear_form(M, metric, section.rank),
         folds=(_fold(statistics, D),),
         site="mid",
-        fit={"ridge": ridge, "condition": condition(moments.gram, ridge)},
+        fit={"ridge": choice.ridge, "judged": choice.error},
     )
 
 
@@ -60,18 +56,31 @@ def fit_zero(statistics: BoundaryStatistics, section: RecoverSection) -> Operato
     """Solves for ``V`` alone.
 
     Raises:
-        RecoveryError: singular or non-finite.
+        RecoveryError: fewer than four sequences, singular or non-finite.
     """
-    folds = [inner_moments(fold) for fold in statistics.last_block_folds]
-    moments: BoundaryMoments = sum(folds[1:], start=folds[0])
-    ridge = _ridge(folds, moments, section)
-    D = solve_ridge(moments.gram, moments.cross, ridge, moments.tokens)
+    choice, _ = _judged([inner_moments(fold) for fold in statistics.last_block_folds])
     return Operator(
         statistics.boundary,
         "ghost-zero",
-        folds=(_fold(statistics, D),),
-        fit={"ridge": ridge, "condition": condition(moments.gram, ridge)},
+        folds=(_fold(statistics, choice.change),),
+        fit={"ridge": choice.ridge, "judged": choice.error},
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Solution:
+    """``change`` ``[R, C]``, its absolute ridge, and the judges' error relative to no change."""
+
+    change: torch.Tensor
+    ridge: float
+    error: float
+
+
+def _judged(folds: list[BoundaryMoments]) -> tuple[_Solution, BoundaryMoments]:
+    whole = folds[0] + folds[1]
+    choice = choose_change(*folds)
+    change = torch.zeros_like(whole.cross) if choice.change is None else choice.change
+    return _Solution(change, (choice.ridge or RIDGES[-1]) * median_diagonal(whole), choice.error), whole
 
 
 def inner_moments(moments: BoundaryMoments) -> BoundaryMoments:
@@ -82,12 +91,6 @@ def inner_moments(moments: BoundaryMoments) -> BoundaryMoments:
     part.sum_delta, part.square_delta = moments.sum_delta, moments.square_delta
     part.weight, part.tokens = moments.weight, moments.tokens
     return part
-
-
-def _ridge(folds: list[BoundaryMoments], moments: BoundaryMoments, section: RecoverSection) -> float:
-    if section.ridge == "cv":
-        return choose_ridge(folds).ridge
-    return max(section.ridge, PRIOR_RIDGE * median_diagonal(moments))
 
 
 def _fold(statistics: BoundaryStatistics, D: torch.Tensor) -> WeightFold:

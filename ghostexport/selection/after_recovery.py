@@ -23,11 +23,11 @@ from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution
 from ghostexport.recovery.cross_validation import median_diagonal
-from ghostexport.recovery.ghost import solve_ridge
-from ghostexport.recovery.split import PRIOR_RIDGE
+from ghostexport.recovery.judging import JUDGES, judges
+from ghostexport.recovery.solving import solve_ridge
 
-#: Every JUDGES-th sequence judges.
-JUDGES = 4
+#: Ridge of the fits, relative to the median diagonal of the Gram matrix: three quarters of few sequences fit.
+RIDGE = 1e-3
 
 Span = tuple[int, int]
 
@@ -80,7 +80,7 @@ class Judge:
             self._add(batch, moments)
             self.execution.progress("select", batch.sequences.stop, len(self.calibration))
         for span, (fitting, judging) in moments.items():
-            ridge = PRIOR_RIDGE * median_diagonal(fitting)
+            ridge = RIDGE * median_diagonal(fitting)
             M = solve_ridge(fitting.gram, fitting.cross, ridge, fitting.tokens)
             self.repairs[span] = SpanRepair(M, judging.residual(M) / (fitting.channels * judging.tokens))
 
@@ -120,5 +120,5 @@ class Judge:
 
 def _masks(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The real tokens ``(B, T)`` of fitting and of judging sequences."""
-    judges = torch.tensor([s % JUDGES == JUDGES - 1 for s in batch.sequences], device=batch.mask.device)[:, None]
-    return batch.mask & ~judges, batch.mask & judges
+    judging = torch.tensor([judges(s) for s in batch.sequences], device=batch.mask.device)[:, None]
+    return batch.mask & ~judging, batch.mask & judging

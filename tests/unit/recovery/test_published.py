@@ -14,8 +14,9 @@ from ghostexport.errors import RecipeError, RecoveryError
 from ghostexport.operators import Operator, OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.ghost import fit_ghost, solve_truncated
+from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.passes import BoundaryStatistics
+from ghostexport.recovery.solving import solve_truncated
 from ghostexport.runfolder import write_bytes
 from tests.tiny import tiny
 

@@ -12,9 +12,10 @@ from ghostexport.errors import CalibrationError, RecipeError, RecoveryError
 from ghostexport.operators import Operator
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import OPERATORS, Execution, RecoverSection
-from ghostexport.recovery.ghost import fit_ghost, solve_ridge
+from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.hadamard import hadamard
 from ghostexport.recovery.passes import BoundaryStatistics
+from ghostexport.recovery.solving import solve_ridge
 from tests.tiny import CONFIGS, tiny
 
 PLANS = {"first": [[0, 2]], "middle": [[2, 4]], "last": [[4, 6]], "two": [[0, 1], [3, 5]]}

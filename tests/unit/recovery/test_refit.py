@@ -14,7 +14,8 @@ from ghostexport.errors import RecoveryError
 from ghostexport.moments import BoundaryMoments
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution, RecoverSection
-from ghostexport.recovery.refit import RIDGES, _Step, _Walk, choose_change, steps
+from ghostexport.recovery.judging import RIDGES, choose_change
+from ghostexport.recovery.refit import _Step, _Walk, steps
 from ghostexport.recovery.streams import SingleBlock, fill, open_streams
 from tests.tiny import tiny
 from tests.unit.recovery.synthetic import least_squares

@@ -11,8 +11,7 @@ from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError
 from ghostexport.plan import BlockSpan
 from ghostexport.recipe import Execution, SelectSection
-from ghostexport.recovery.split import PRIOR_RIDGE
-from ghostexport.selection.after_recovery import Judge
+from ghostexport.selection.after_recovery import RIDGE, Judge
 from tests.tiny import tiny
 from tests.unit.recovery.synthetic import least_squares
 
@@ -47,7 +46,7 @@ def test_errors_are_those_of_a_dense_fit(windows):
         X, Y = (states[point][mask.bool()] for point in (start, stop))
         w = 1 / (Y.square().mean(1) + 1e-6)
         G = (w[:, None] * X)[~judging].T @ X[~judging]
-        M = least_squares(X[~judging], (Y - X)[~judging], w[~judging], PRIOR_RIDGE * float(G.diagonal().median()))
+        M = least_squares(X[~judging], (Y - X)[~judging], w[~judging], RIDGE * float(G.diagonal().median()))
         error = (Y - X - X @ M)[judging].square().sum(1) / Y[judging].square().sum(1)
         assert repair.error == pytest.approx(float(error.mean()), rel=1e-3)
 
