@@ -11,6 +11,7 @@ The other tools get the boundary values by name; only this tool has to find them
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import subprocess
@@ -109,7 +110,7 @@ def decoder(folder: Path, blocks: int, width: int, inner: int, vocabulary: int, 
     return path
 
 
-def ours(source: Path, output: Path) -> dict[str, Any]:
+def ours(source: Path, output: Path, self_contained: bool = False) -> dict[str, Any]:
     from ghostexport.operators import Operator, OperatorSet
     from ghostexport.plan import PrunePlan
     from ghostexport.surgery import operate
@@ -120,7 +121,9 @@ def ours(source: Path, output: Path) -> dict[str, Any]:
     plan = PrunePlan.from_spans(blocks, [(START, STOP)])
     delta = np.zeros((width, width), np.float32)
     operators = OperatorSet("ghost", (Operator(plan.boundaries[0], "ghost", delta=delta),), plan)
-    report = operate(source, plan, operators, output)
+    # In the source's folder weights are referred to, as in a run folder; the other tools write all of them.
+    output = output if self_contained else source.with_name("ghost.onnx")
+    report = operate(source, plan, operators, output, self_contained=self_contained)
     return measured(start) | {"bytes_written": report.bytes_written}
 
 
@@ -189,6 +192,7 @@ def extract_model(source: Path, output: Path) -> dict[str, Any]:
 
 TOOLS = {
     "ghostexport": ours,
+    "ghostexport --self-contained": functools.partial(ours, self_contained=True),
     "onnx-graphsurgeon": graphsurgeon,
     "onnx": plain_onnx,
     "onnx.utils.extract_model": extract_model,

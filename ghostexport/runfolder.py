@@ -199,14 +199,13 @@ class RunFolder:
             write_json(self.path / "manifest.json", manifest)
 
     def adopt(self, stage: str, other: RunFolder) -> None:
-        """Takes over a stage that another run folder has finished: its files by hard link, its manifest entry."""
+        """Takes over a stage that another run folder has finished: its files (copied) and its manifest entry."""
         entry = other.manifest()["stages"].get(stage)
         if entry is None or stage in self.manifest()["stages"]:
             return
         for path in other.outputs(stage):
             with atomic_path(self.path / path.relative_to(other.path)) as temporary:
-                temporary.unlink()
-                temporary.hardlink_to(path)
+                shutil.copy2(path, temporary)  # with its time, so that it need not be hashed again
         manifest = self.manifest()
         manifest["stages"][stage] = entry
         write_json(self.path / "manifest.json", manifest)

@@ -7,7 +7,6 @@ A variant refers to the data file of the graph it came from; only new weights ar
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,8 +108,6 @@ def save_graph(model: ir.Model, output: Path, new: list[ir.Value], *, self_conta
             written = _write_data(temporary, data_path, moved, new, output.parent)
         else:
             data_path.unlink(missing_ok=True)  # left by an earlier run with an operator
-        if not self_contained:
-            _share_files(model, output.parent)
         graph_file = stack.enter_context(atomic_path(output))
         bytes_ = _serialize(model)
         graph_file.write_bytes(bytes_)
@@ -210,20 +207,11 @@ def _data_name(model: ir.Model, output: Path) -> str:
     return f"{output.name}.new.data" if name in taken else name
 
 
-def _share_files(model: ir.Model, folder: Path) -> None:
-    """Makes the source's data files visible in ``folder`` under their names, by hard link where possible."""
-    for tensor in external_tensors(model):
-        source, target = Path(tensor.path), folder / tensor.location
-        if tensor.base_dir and Path(tensor.base_dir).resolve() == folder.resolve():
-            continue
-        share_file(source, target)
-
-
-def share_file(source: Path, target: Path) -> None:
-    """Hard-links ``source`` as ``target``; copies where the file system has no hard links.
+def copy_data(source: Path, target: Path) -> None:
+    """Copies a data file, unless the same one is there.
 
     Raises:
-        RunFolderError: another file has that name.
+        RunFolderError: another file has that name, or the disk is full.
     """
     source = source.resolve()
     if target.exists():
@@ -232,10 +220,7 @@ def share_file(source: Path, target: Path) -> None:
             return
         raise RunFolderError(f"{target} exists and is not the data file {source}.", "Choose an empty output folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        require_space(target.parent, source.stat().st_size, target.name)
-        with atomic_path(target) as temporary:
-            shutil.copyfile(source, temporary)
-            shutil.copystat(source, temporary)
+    require_space(target.parent, source.stat().st_size, target.name)
+    with atomic_path(target) as temporary:
+        shutil.copyfile(source, temporary)
+        shutil.copystat(source, temporary)

@@ -40,9 +40,10 @@ def operate(
         dense: an ONNX file of any producer; its weights are not read.
         plan: removed blocks; empty with no operators: the output is a byte-for-byte copy of the graph.
         operators: repair of the same plan; None for a bare cut.
-        output: the new ONNX file. New weights go to ``<output>.data``; the source's data file is shared, by name in
-            the same folder or by hard link in another one.
-        self_contained: write one compact data file of the output's own instead.
+        output: the new ONNX file. New weights go to ``<output>.data``; in the source's folder all other weights stay
+            where they are, in the source's data file. Another folder gets one compact data file of its own: references
+            must not leave a folder, and ``onnx.load`` refuses hard links.
+        self_contained: write the compact data file in the source's folder too.
         operator_dtype: ``float32``, ``float16`` or ``bfloat16``; default: the dtype of the residual stream.
         kv_pattern: templates of the KV names, comma separated, where they are unusual (``cache_k_{},cache_v_{}``).
         dry_run: do everything but write.
@@ -61,6 +62,7 @@ def operate(
     model = graphfile.load_graph(dense)
     before = _weight_bytes(model)
     changes = cut_model(model, plan, operators, operator_dtype=operator_dtype, kv_pattern=kv_pattern)
+    self_contained = self_contained or output.parent.resolve() != dense.parent.resolve()
     written, files = (
         (0, []) if dry_run else graphfile.save_graph(model, output, changes.new, self_contained=self_contained)
     )
@@ -289,7 +291,7 @@ def _identity(dense: Path, plan: PrunePlan, output: Path, dry_run: bool) -> Surg
     if not dry_run:
         for name in files:
             if dense.parent.resolve() != output.parent.resolve():
-                graphfile.share_file(dense.parent / name, output.parent / name)
+                graphfile.copy_data(dense.parent / name, output.parent / name)
         with atomic_path(output) as temporary:
             shutil.copyfile(dense, temporary)
     nodes, size = sum(1 for _ in model.graph.all_nodes()), _weight_bytes(model)

@@ -267,13 +267,24 @@ def test_variants_share_the_dense_data_and_write_only_what_is_new(tmp_path: Path
     assert report.data_files == ("dense.onnx.data", "ghost.onnx.data")
     assert (tmp_path / "ghost.onnx.data").stat().st_size == 4 * (C * C + C)
     assert (tmp_path / "dense.onnx.data").read_bytes() == before
-    elsewhere = operate(source, plan, None, tmp_path / "out" / "pruned.onnx")
-    assert (tmp_path / "out" / "dense.onnx.data").samefile(tmp_path / "dense.onnx.data")
-    assert elsewhere.bytes_written == (tmp_path / "out" / "pruned.onnx").stat().st_size
-    alone = operate(source, plan, None, tmp_path / "alone" / "pruned.onnx", self_contained=True)
-    assert alone.data_files == ("pruned.onnx.data",)
-    assert (tmp_path / "alone" / "pruned.onnx.data").stat().st_size < len(before) - 2 * 4 * 8 * C * 4
-    assert elsewhere.weight_bytes_after == alone.weight_bytes_after < elsewhere.weight_bytes_before
+    beside = operate(source, plan, None, tmp_path / "pruned.onnx")
+    assert beside.bytes_written == (tmp_path / "pruned.onnx").stat().st_size
+    assert not (tmp_path / "pruned.onnx.data").exists()
+    alone = operate(source, plan, None, tmp_path / "alone.onnx", self_contained=True)
+    elsewhere = operate(source, plan, None, tmp_path / "out" / "alone.onnx")
+    for report, data in ((alone, tmp_path / "alone.onnx.data"), (elsewhere, tmp_path / "out" / "alone.onnx.data")):
+        assert report.data_files == ("alone.onnx.data",)
+        assert data.stat().st_size < len(before) - 2 * 4 * 8 * C * 4
+        assert report.weight_bytes_after == beside.weight_bytes_after < report.weight_bytes_before
+    assert onnx.load(tmp_path / "out" / "alone.onnx").graph.node  # onnx itself takes the data file
+
+
+def test_an_identity_in_another_folder_takes_the_data_file_along(tmp_path: Path) -> None:
+    source = save(Toy(blocks=4), tmp_path / "dense.onnx")
+    operate(source, PrunePlan(4), None, tmp_path / "out" / "same.onnx")
+    assert (tmp_path / "out" / "same.onnx").read_bytes() == source.read_bytes()
+    assert (tmp_path / "out" / "dense.onnx.data").read_bytes() == (tmp_path / "dense.onnx.data").read_bytes()
+    assert onnx.load(tmp_path / "out" / "same.onnx").graph.node and onnx.load(source).graph.node
 
 
 @pytest.mark.parametrize(
