@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ghostexport.errors import CalibrationError
-
-#: Half of float16's largest number: beyond it the next addition to the stream may overflow.
-FLOAT16_LIMIT = 3e4
+from ghostexport.operators import FLOAT16_LIMIT
 
 
 def require_finite(x: torch.Tensor, point: int) -> None:

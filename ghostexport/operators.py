@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ghostexport.errors import RecipeError, RunFolderError
+from ghostexport.errors import RecipeError, RecoveryError, RunFolderError
 from ghostexport.plan import Boundary, PrunePlan
 
 FORMAT = "ghostexport.operators/1"
+
+#: Half of float16's largest number: beyond it the next addition to the stream may overflow.
+FLOAT16_LIMIT = 3e4
 
 FloatArray = NDArray[Any]
 FoldRole = Literal["attention_output", "mlp_output"]
@@ -60,6 +63,7 @@ class Operator:
         factors: ``(U [C, r], V [r, C])`` with ``M = U @ V``.
         diagonal: ``d [C]`` with ``M = diag(d)``; emitted as ``Mul``.
         scale: ``alpha`` with ``M = (alpha - 1) I``, folded into the weights behind the cut: no node.
+        network: ``(W1 [C, F], b1 [F], W2 [F, C], b2 [C])`` with ``y = relu(x W1 + b1) W2 + b2`` instead of the map.
         bias: ``b [C]``.
         folds: weight replacements that belong to this boundary's repair.
         site: ``boundary`` (x is the residual stream at the cut) or ``mid`` (x is the stream between attention and
@@ -73,25 +77,30 @@ class Operator:
     factors: tuple[FloatArray, FloatArray] | None = None
     diagonal: FloatArray | None = None
     scale: float | None = None
+    network: tuple[FloatArray, FloatArray, FloatArray, FloatArray] | None = None
     bias: FloatArray | None = None
     folds: tuple[WeightFold, ...] = ()
     site: Site = "boundary"
     fit: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if sum(form is not None for form in (self.delta, self.factors, self.diagonal, self.scale)) > 1:
-            raise ValueError("an operator has one form: delta, factors, diagonal or scale")
+        if sum(form is not None for form in self._forms) > 1:
+            raise ValueError("an operator has one form: delta, factors, diagonal, scale or network")
         if self.scale is not None and (self.bias is not None or not 0 < self.scale < float("inf")):
             raise ValueError("a scale is positive and finite, and has no bias")
 
     @property
+    def _forms(self) -> tuple[Any, ...]:
+        return (self.delta, self.factors, self.diagonal, self.scale, self.network)
+
+    @property
     def adds_nodes(self) -> bool:
         """Whether anything is spliced into the graph (folds alone add nothing)."""
-        return any(a is not None for a in (self.delta, self.factors, self.diagonal, self.bias))
+        return any(a is not None for a in (self.delta, self.factors, self.diagonal, self.network, self.bias))
 
     @property
     def matrix(self) -> FloatArray | None:
-        """``M`` as a dense ``[C, C]`` matrix; None when the operator has no linear part, or only a scale."""
+        """``M`` as a dense ``[C, C]`` matrix; None without a linear part, and for a scale, which has no C."""
         if self.diagonal is not None:
             return np.diag(self.diagonal)
         if self.factors is not None:
@@ -104,17 +113,22 @@ class Operator:
         for array in (self.delta, self.diagonal, self.bias):
             if array is not None:
                 return int(array.shape[-1])
-        return None if self.factors is None else int(self.factors[0].shape[0])
+        outer = self.factors or self.network
+        return None if outer is None else int(outer[0].shape[0])
 
     @property
     def num_parameters(self) -> int:
         """Numbers added to the model (folds replace weights and count zero)."""
-        arrays = [self.delta, self.diagonal, self.bias, *(self.factors or ())]
+        arrays = [self.delta, self.diagonal, self.bias, *(self.factors or ()), *(self.network or ())]
         return sum(array.size for array in arrays if array is not None)
 
     def apply(self, x: FloatArray) -> FloatArray:
         """``x + x @ M (+ b)`` for ``x`` ``(..., C)`` in the precision of the operands."""
         y = x
+        if self.network is not None:
+            W1, b1, W2, b2 = self.network
+            y = np.maximum(x @ W1 + b1, 0) @ W2 + b2
+            return y
         if self.scale is not None:
             y = x * np.asarray(self.scale, x.dtype)
         elif self.diagonal is not None:
@@ -150,6 +164,28 @@ class OperatorSet:
     def num_parameters(self) -> int:
         return sum(operator.num_parameters for operator in self.operators)
 
+    def dtype_in(self, stream: str) -> tuple[str, str]:
+        """The dtype that the operators compute in, inside a graph whose residual stream is ``stream``, and the reason.
+
+        ``x`` and ``x M`` are un-normalised: in float16 they may overflow where the model itself does not. Then the
+        operator becomes a float32 island. Bounds come from the held-out pass (``fit["largest_x"]`` and so on).
+
+        Raises:
+            RecoveryError: what the operator adds to a float16 stream exceeds the range itself.
+        """
+        reached = {key: max((o.fit.get(key, 0.0) for o in self.operators), default=0.0) for key in _LARGEST}
+        if stream != "float16":
+            return stream, "the stream's own dtype"
+        if reached["largest_y"] > FLOAT16_LIMIT:
+            raise RecoveryError(
+                f"{self.name}: the repaired stream reaches {reached['largest_y']:.0f}, near float16's limit of 65504.",
+                "Use --dtype bfloat16 or float32.",
+            )
+        worst = max(reached["largest_x"], reached["largest_change"])
+        if worst > FLOAT16_LIMIT:
+            return "float32", f"|x| or |x M| reaches {worst:.0f}, too near float16's limit: a float32 island"
+        return "float16", f"|x| and |x M| stay below {worst:.0f}"
+
     @property
     def adds_nodes(self) -> bool:
         """Whether anything is spliced at some boundary (or nothing is removed): False = a plain smaller model."""
@@ -162,6 +198,7 @@ class OperatorSet:
             named = {"delta": operator.delta, "diagonal": operator.diagonal, "bias": operator.bias}
             if operator.factors is not None:
                 named |= {"factor_u": operator.factors[0], "factor_v": operator.factors[1]}
+            named |= dict(zip(_NETWORK, operator.network or (), strict=False))
             if operator.scale is not None:
                 named["scale"] = np.array([operator.scale], np.float64)
             for fold in operator.folds:
@@ -216,6 +253,9 @@ def load_operators(path: Path) -> OperatorSet:
         raise RunFolderError(f"{path} contradicts its own header: {error}", _REMAKE) from error
 
 
+_LARGEST = ("largest_x", "largest_change", "largest_y")
+
+_NETWORK = ("network_w1", "network_b1", "network_w2", "network_b2")
 _REMAKE = "The file was truncated or edited; make it again with: ghostexport recover RUN"
 
 
@@ -228,12 +268,16 @@ def _read_operator(b: int, boundary: Boundary, entry: Mapping[str, Any], tensors
             _, block, role, _ = key.split(".")
             folds.append(WeightFold(int(block), role, own[key], own.get(key.removesuffix("weight") + "bias")))  # type: ignore[arg-type]
     factors = (own["factor_u"], own["factor_v"]) if "factor_u" in own else None
+    network = (
+        (own["network_w1"], own["network_b1"], own["network_w2"], own["network_b2"]) if _NETWORK[0] in own else None
+    )
     return Operator(
         boundary,
         entry["kind"],
         delta=own.get("delta"),
         factors=factors,
         diagonal=own.get("diagonal"),
+        network=network,
         scale=float(own["scale"][0]) if "scale" in own else None,
         bias=own.get("bias"),
         folds=tuple(sorted(folds, key=lambda f: (f.block, f.role))),

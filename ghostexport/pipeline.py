@@ -101,8 +101,13 @@ def surgery(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
     written = []
     for done, variant in enumerate(recipe.variants[1:]):
         execution.progress("surgery", done, len(recipe.variants) - 1)
-        graph = folder.graph_path(variant)
-        report = operate(folder.graph_path("dense"), plan, read_operators(folder, variant), graph)
+        graph, operators, dtype = folder.graph_path(variant), read_operators(folder, variant), None
+        if operators is not None:
+            own, reason = operators.dtype_in(recipe.model.dtype)
+            if own != recipe.model.dtype:
+                dtype = own
+                execution.say(f"surgery: the operator of {variant} computes in {own} ({reason})")
+        report = operate(folder.graph_path("dense"), plan, operators, graph, operator_dtype=dtype)
         write_json(graph.with_suffix(".surgery.json"), report.to_json())
         written += [graph, graph.with_suffix(".surgery.json")]
         data = graph.with_name(f"{graph.name}.data")
@@ -166,7 +171,7 @@ STAGES = (
     Stage("select", select, ("calibrate",), ("model", "select"), ("torch", "transformers")),
     Stage("recover", recover, ("calibrate", "select"), ("model", "recover"), ("torch", "transformers", "numpy")),
     Stage("export", export, (), ("model", "export"), ("torch", "transformers", "onnxscript", "onnx-ir")),
-    Stage("surgery", surgery, ("select", "recover", "export"), ("recover",), ("onnx-ir",)),
+    Stage("surgery", surgery, ("select", "recover", "export"), ("model", "recover"), ("onnx-ir",)),
     Stage("verify", verify, ("select", "recover", "export", "surgery"), ("model",), ("torch", "onnxruntime")),
     Stage(
         "eval",

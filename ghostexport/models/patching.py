@@ -18,31 +18,44 @@ from ghostexport.operators import Operator, OperatorSet, WeightFold
 
 
 class BoundaryModule(nn.Module):
-    """``y = x + x @ M (+ b)`` for ``x`` ``(B, T, C)`` in its own dtype; M dense, as factors or as a diagonal."""
+    """``y = x + x @ M (+ b)`` for ``x`` ``(B, T, C)``; M dense, as factors or as a diagonal.
+
+    ``x @ M (+ b)`` is computed in the dtype of ``like`` and added in that of ``x``.
+    With a network ``y = relu(x W1 + b1) W2 + b2`` instead.
+    """
 
     def __init__(self, operator: Operator, like: torch.Tensor) -> None:
         super().__init__()
+        self.dtype = like.dtype
         factors = operator.factors or (None, None)
         self.delta = _parameter(operator.delta, like)
         self.factor_u = _parameter(factors[0], like)
         self.factor_v = _parameter(factors[1], like)
         self.diagonal = _parameter(operator.diagonal, like)
         self.bias = _parameter(operator.bias, like)
+        self.network = None
+        if operator.network is not None:
+            self.network = nn.ParameterList(_parameter(array, like) for array in operator.network)
 
     def change(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ M (+ b)``, what the operator adds to ``x``."""
         change: torch.Tensor | None = None
+        z = x.to(self.dtype)
         if self.delta is not None:
-            change = x @ self.delta
+            change = z @ self.delta
         elif self.factor_u is not None and self.factor_v is not None:
-            change = (x @ self.factor_u) @ self.factor_v
+            change = (z @ self.factor_u) @ self.factor_v
         elif self.diagonal is not None:
-            change = x * self.diagonal
+            change = z * self.diagonal
         if self.bias is not None:
-            change = self.bias.expand_as(x) if change is None else change + self.bias
-        return torch.zeros_like(x) if change is None else change
+            change = self.bias.expand_as(z) if change is None else change + self.bias
+        return torch.zeros_like(x) if change is None else change.to(x.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.network is not None:
+            W1, b1, W2, b2 = self.network
+            y: torch.Tensor = torch.relu(x.to(self.dtype) @ W1 + b1) @ W2 + b2
+            return y.to(x.dtype)
         return x + self.change(x)
 
     # Hooks are bound methods: copying a model copies them with this module, where a closure would keep the old one.
@@ -80,6 +93,9 @@ def insert_operators(model: Any, operators: OperatorSet) -> Any:
     patched = share_weights(model)
     blocks = find_blocks(patched)
     width = int(patched.config.get_text_config().hidden_size)
+    like = next(patched.parameters())
+    own, _ = operators.dtype_in(str(like.dtype).removeprefix("torch."))
+    like = torch.empty(0, dtype=getattr(torch, own), device=like.device)
     for operator in operators.operators:
         if operator.hidden_size not in (None, width):
             raise RecoveryError(
@@ -90,7 +106,7 @@ def insert_operators(model: Any, operators: OperatorSet) -> Any:
         for fold in operator.folds:
             _fold(patched, operators.plan.new_index(fold.block), fold)
         if operator.adds_nodes:
-            _install(patched, blocks, operator)
+            _install(patched, blocks, operator, like)
     for position in range(len(blocks)):
         before = [o.scale for o in operators.operators if o.boundary.position <= position]
         factor = math.prod(1 / scale for scale in before if scale is not None)
@@ -99,9 +115,9 @@ def insert_operators(model: Any, operators: OperatorSet) -> Any:
     return patched
 
 
-def _install(model: Any, blocks: nn.ModuleList, operator: Operator) -> None:
+def _install(model: Any, blocks: nn.ModuleList, operator: Operator, like: torch.Tensor) -> None:
     position = operator.boundary.position
-    module = BoundaryModule(operator, next(model.parameters()))
+    module = BoundaryModule(operator, like)
     if operator.site == "mid":
         if position == 0:
             raise RecoveryError("A mid operator needs a kept block before its cut.", "Use a boundary operator.")

@@ -132,10 +132,15 @@ class BoundaryErrors:
 
     def __init__(self) -> None:
         self.residual = self.delta = self.relative = 0.0
+        self.largest_x = self.largest_change = self.largest_y = 0.0
         self.tokens = 0
 
     def add(self, operator: Operator, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None) -> None:
-        error = post.double() - apply(operator, x.double(), last)
+        y = apply(operator, x.double(), last)
+        error = post.double() - y
+        self.largest_x = max(self.largest_x, float(x.abs().max()))
+        self.largest_change = max(self.largest_change, float((y - x.double()).abs().max()))
+        self.largest_y = max(self.largest_y, float(y.abs().max()))
         self.residual += float(error.square().sum())
         self.delta += float((post.double() - x.double()).square().sum())
         self.relative += float((error.norm(dim=1) / post.double().norm(dim=1)).sum())
@@ -145,6 +150,9 @@ class BoundaryErrors:
         return {
             "nmse_held_out": self.residual / self.delta if self.delta else 0.0,
             "relative_error_held_out": self.relative / self.tokens,
+            "largest_x": self.largest_x,
+            "largest_change": self.largest_change,
+            "largest_y": self.largest_y,
         }
 
 
@@ -254,6 +262,9 @@ def apply(operator: Operator, x: torch.Tensor, last: LastBlock | None = None) ->
             y = y + torch.as_tensor(fold.bias).to(x) - (0 if last.bias is None else last.bias.to(x))
     if operator.scale is not None:
         return x * operator.scale
+    if operator.network is not None:
+        W1, b1, W2, b2 = (torch.as_tensor(array).to(x) for array in operator.network)
+        return torch.relu(x @ W1 + b1) @ W2 + b2
     source = y
     if operator.site == "mid":
         assert last is not None

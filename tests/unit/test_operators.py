@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ghostexport.errors import RunFolderError
+from ghostexport.errors import RecoveryError, RunFolderError
 from ghostexport.operators import Operator, OperatorSet, WeightFold, load_operators
 from ghostexport.plan import PrunePlan
 
@@ -71,3 +71,25 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
         path.write_bytes(data.replace(b'\\"boundary\\": 1', b'\\"boundery\\": 1').replace(b"[5, 6]", b"[6, 5]"))
     with pytest.raises(RunFolderError, match="ghostexport recover"):
         load_operators(path)
+
+
+@pytest.mark.parametrize(
+    ("stream", "fit", "expected"),
+    [
+        ("float32", {"largest_x": 1e6}, "float32"),
+        ("bfloat16", {"largest_x": 1e6}, "bfloat16"),
+        ("float16", {"largest_x": 2e4, "largest_change": 10.0, "largest_y": 2e4}, "float16"),
+        ("float16", {"largest_x": 2e4, "largest_change": 4e4, "largest_y": 2.5e4}, "float32"),
+    ],
+)
+def test_an_operator_near_the_end_of_float16_becomes_a_float32_island(stream, fit, expected):
+    plan = PrunePlan.from_spans(4, [[1, 2]])
+    made = OperatorSet("k", (Operator(plan.boundaries[0], "k", delta=np.eye(2), fit=fit),), plan)
+    assert made.dtype_in(stream)[0] == expected
+
+
+def test_a_repaired_stream_beyond_float16_is_refused():
+    plan = PrunePlan.from_spans(4, [[1, 2]])
+    made = OperatorSet("k", (Operator(plan.boundaries[0], "k", fit={"largest_y": 5e4}),), plan)
+    with pytest.raises(RecoveryError, match="50000"):
+        made.dtype_in("float16")
