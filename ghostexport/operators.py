@@ -127,8 +127,8 @@ class Operator:
         y = x
         if self.network is not None:
             W1, b1, W2, b2 = self.network
-            y = np.maximum(x @ W1 + b1, 0) @ W2 + b2
-            return y
+            result: FloatArray = np.maximum(x @ W1 + b1, 0) @ W2 + b2
+            return result
         if self.scale is not None:
             y = x * np.asarray(self.scale, x.dtype)
         elif self.diagonal is not None:

@@ -45,6 +45,10 @@ OPERATORS = (
     "none",
     "prune-and-comp",
     "replaceme-lstsq",
+    "replaceme-cosine",
+    "streamline-ffn",
+    "linearpatch-distilled",
+    "ghost-distilled",
 )
 RUNTIMES = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 EXPORTERS = ("transformers", "optimum")
@@ -104,6 +108,7 @@ class RecoverSection(_Section):
             that is already cut and repaired before it, towards the dense model's stream.
         per_block: plans of several runs get the product of one map per removed block instead of one map per run.
         ratio: LinearPatch's scale: mean over sequences of the ratio (its code), or ratio of the means (its paper).
+        epochs: passes of the trained kinds over the calibration set; None for their published number.
         ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
         rank: rank of their matrices; None for full.
         refit_upstream: kept blocks before each cut that ``+refit`` also refits.
@@ -120,6 +125,7 @@ class RecoverSection(_Section):
     statistics: Literal["dense", "sequential"] = "dense"
     per_block: bool = False
     ratio: Literal["mean-of-ratios", "ratio-of-means"] = "mean-of-ratios"
+    epochs: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod

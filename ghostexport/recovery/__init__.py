@@ -18,6 +18,7 @@ from ghostexport.recovery.affine import fit_affine
 from ghostexport.recovery.cosine import train_cosine
 from ghostexport.recovery.cross_validation import FOLDS
 from ghostexport.recovery.distilled import distil
+from ghostexport.recovery.ffn import train_network
 from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.linearpatch import fit_diag, fit_rotate
@@ -72,6 +73,7 @@ OPERATORS: dict[str, Family] = {
     "prune-and-comp": Family(fit_scale, bases=("identity",), check=require_scalable),
     "replaceme-lstsq": Family(fit_lstsq, needs=("mlp-output",)),
     "replaceme-cosine": Family(fit_none, train=train_cosine),
+    "streamline-ffn": Family(fit_none, train=train_network),
     "linearpatch-distilled": Family(fit_rotate, bases=("hadamard",), train=distil),
     "ghost-distilled": Family(fit_ghost, train=distil),
 }

@@ -51,6 +51,7 @@ def cut(
     graph = layout.body.graph
     start, end = layout.points[boundary.span.start], layout.points[boundary.span.stop]
     splice: Splice | None = None
+    branch: ir.Value | None = None
     added: list[ir.Node] = []
     assert end.node is not None  # only h_{-1} can be a graph input
     active = operator is not None and operator.adds_nodes
@@ -63,8 +64,10 @@ def cut(
         splice = build_branch(operator, x, stream, dtype)
         added = [*made, *splice.nodes]
         graph.insert_before(end.node, added)
-        start = ResidualPoint(start.node, x)
-    result = _bypass(graph, boundary.index, start, end, splice.branch if splice else None)
+        whole = operator.network is not None  # the result is the new stream, not a change of it
+        start = ResidualPoint(start.node, splice.branch if whole else x)
+        branch = None if whole else splice.branch
+    result = _bypass(graph, boundary.index, start, end, branch)
     names = tuple(node.name or "" for node in added)
     return CutResult(result.consumers, (*names, *result.nodes_added), tuple(splice.weights) if splice else ())
 

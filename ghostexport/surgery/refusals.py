@@ -244,9 +244,10 @@ def operator_names(operators: OperatorSet | None) -> set[str]:
     """Every name that splicing these operators can create."""
     if operators is None:
         return set()
-    weights = "delta factor_u factor_v diagonal bias"
+    weights = "delta factor_u factor_v diagonal bias network_w1 network_b1 network_w2 network_b2"
     nodes = "matmul matmul_u matmul_v mul add_bias add stream stream_bias cast_in cast_out"
-    parts = (*weights.split(), *nodes.split())
+    network = "network_matmul1 network_add1 network_relu network_matmul2 network_add2"
+    parts = (*weights.split(), *nodes.split(), *network.split())
     return {f"ghost.{o.boundary.index}.{part}" for o in operators.operators for part in parts}
 
 

@@ -47,6 +47,8 @@ class Splice:
 def build_branch(operator: Operator, x: ir.Value, stream: ir.DataType, dtype: ir.DataType) -> Splice:
     """Builds ``x @ M (+ b)`` for ``x`` ``(B, T, C)`` or token-major ``(N, C)``; the caller adds ``x``.
 
+    A network ``relu(x W1 + b1) W2 + b2`` is the whole result: the caller adds nothing.
+
     Args:
         stream: dtype of ``x``.
         dtype: dtype of the operator's weights and products.
@@ -54,7 +56,7 @@ def build_branch(operator: Operator, x: ir.Value, stream: ir.DataType, dtype: ir
     Raises:
         RecoveryError: a weight overflows in ``dtype``.
     """
-    linear = any(form is not None for form in (operator.delta, operator.factors, operator.diagonal))
+    linear = any(f is not None for f in (operator.delta, operator.factors, operator.diagonal, operator.network))
     if not linear:
         dtype = stream  # a bare bias is added as is
     maker = _Maker(operator.boundary.index, dtype, Splice(x))
@@ -67,6 +69,8 @@ def build_branch(operator: Operator, x: ir.Value, stream: ir.DataType, dtype: ir
         maker.apply("MatMul", "matmul_v", "factor_v", operator.factors[1])
     elif operator.diagonal is not None:
         maker.apply("Mul", "mul", "diagonal", operator.diagonal)
+    elif operator.network is not None:
+        maker.network(operator.network)
     if operator.bias is not None and linear:
         maker.apply("Add", "add_bias", "bias", operator.bias)
     elif operator.bias is not None:
@@ -120,6 +124,14 @@ class _Maker:
         value = weight(f"{self.prefix}.{weight_name}", array, self.dtype)
         self.splice.weights.append(value)
         self.splice.branch = value
+
+    def network(self, arrays: tuple[FloatArray, FloatArray, FloatArray, FloatArray]) -> None:
+        W1, b1, W2, b2 = arrays
+        self.apply("MatMul", "network_matmul1", "network_w1", W1)
+        self.apply("Add", "network_add1", "network_b1", b1)
+        self._append(ir.Node("", "Relu", [self.splice.branch], name=f"{self.prefix}.network_relu"), None)
+        self.apply("MatMul", "network_matmul2", "network_w2", W2)
+        self.apply("Add", "network_add2", "network_b2", b2)
 
     def cast(self, name: str, dtype: ir.DataType) -> None:
         node = ir.Node(

@@ -13,7 +13,7 @@ from ghostexport.verification import verify
 
 PLANS = {"first": [(0, 2)], "last": [(4, 6)], "two": [(1, 2), (3, 5)]}
 FOLDED = ("none", "prune-and-comp", "replaceme-lstsq")
-ALL = (*FOLDED, "ghost", "linearpatch-diag", "linearpatch-rotate")
+ALL = (*FOLDED, "ghost", "linearpatch-diag", "linearpatch-rotate", "streamline-ffn")
 WINDOWS = [CalibrationSet.from_tokens(np.random.default_rng(seed).integers(3, 128, (12, 60))) for seed in (0, 1)]
 
 
@@ -32,7 +32,7 @@ def test_fitted_operators_commute_with_the_export(exported, tmp_path, name, plac
     case = exported(name)
     loaded = models.from_memory(case.model)
     plan = PrunePlan.from_spans(6, PLANS[place])
-    sets = recovery.recover(loaded, plan, *WINDOWS, RecoverSection(operators=names))
+    sets = recovery.recover(loaded, plan, *WINDOWS, RecoverSection(operators=names, epochs=1))
     operate(case.path, plan, None, tmp_path / "pruned.onnx")
     pruned = onnx.load(tmp_path / "pruned.onnx", load_external_data=False)
     for operator in names:

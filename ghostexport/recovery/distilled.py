@@ -1,0 +1,170 @@
+"""``ghost-distilled``, ``linearpatch-distilled``: the map trained on the dense model's predictions (2505.24680).
+
+::
+
+    p = softmax of the dense model's K largest logits         stored once per token: fp16, with int32 indices
+    M = argmin  mean_t KL(p_t || softmax of the repaired model's logits at the same K tokens)
+
+Everything but the maps at the cuts is frozen; they start from the closed form (``ghost``, ``linearpatch-rotate``) and
+leave its family. AdamW, learning rate 1e-4 falling to a twentieth on a cosine, weight decay 1e-4 (of M: towards no
+operator; the published code decays W towards zero), one sequence a step. The state with the least held-out loss is
+kept, the start included, so training never makes it worse there. The predictions take ``6 K`` bytes of disk per token.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.errors import RecoveryError
+from ghostexport.models import BoundaryModule, LoadedModel, patch
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recovery.passes import measure
+from ghostexport.runfolder import require_space
+
+LEARNING_RATE = 1e-4
+WEIGHT_DECAY = 1e-4
+LAST_RATE = 1 / 20
+
+#: Logits kept per token (the paper; its code keeps 50).
+TOP = 100
+
+#: The held-out loss is looked at this many times per epoch.
+CHECKS = 4
+
+
+class Teacher:
+    """The dense model's K largest logits of every real token, as probabilities, on disk."""
+
+    def __init__(self, loaded: LoadedModel, tokens: CalibrationSet, folder: Path, name: str) -> None:
+        K = min(TOP, loaded.vocab_size)
+        require_space(folder, 6 * K * tokens.num_tokens, "the dense model's predictions")
+        shape = (tokens.num_tokens, K)
+        self.values = np.memmap(folder / f"{name}.values", np.float16, "w+", shape=shape)
+        self.indices = np.memmap(folder / f"{name}.indices", np.int32, "w+", shape=shape)
+        self.starts = np.concatenate([[0], tokens.attention_mask.sum(1).cumsum()])
+        for batch in tokens.batches(loaded.device, tokens=1):
+            top = _logits(loaded.model, batch).topk(K, dim=1)
+            rows = self._rows(batch)
+            self.values[rows] = top.values.float().softmax(1).half().cpu().numpy()
+            self.indices[rows] = top.indices.int().cpu().numpy()
+
+    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
+        """Mean over the real tokens of one sequence of ``KL(teacher || student)`` on the K tokens."""
+        rows, device = self._rows(batch), batch.input_ids.device
+        p = torch.from_numpy(self.values[rows].astype(np.float32)).to(device)
+        chosen = torch.from_numpy(self.indices[rows].astype(np.int64)).to(device)
+        log_q = _logits(model, batch).float().gather(1, chosen).log_softmax(1)
+        return torch.nn.functional.kl_div(log_q, p, reduction="batchmean")
+
+    def _rows(self, batch: Batch) -> slice:
+        return slice(int(self.starts[batch.sequences.start]), int(self.starts[batch.sequences.stop]))
+
+
+def distil(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    initial: Sequence[Operator],
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    section: RecoverSection,
+    execution: Execution,
+) -> tuple[Operator, ...]:
+    """Trains the dense ``delta`` of every initial operator together; ``fit`` holds held-out losses and the best step.
+
+    Raises:
+        RecoveryError: the maps have a rank.
+    """
+    if section.rank is not None:
+        raise RecoveryError("Distilled operators are full matrices.", "Leave --rank out.")
+    student = patch(loaded, plan, OperatorSet(initial[0].kind, tuple(initial), plan)).model
+    deltas = [module.delta for module in student.modules() if isinstance(module, BoundaryModule)]
+    with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
+        teacher = Teacher(loaded, calibration, Path(scratch), "calibration")
+        judge = Teacher(loaded, held_out, Path(scratch), "held-out")
+        best, figures = _train(student, deltas, teacher, judge, calibration, held_out, section.epochs or 1, execution)
+    operators = [
+        replace(operator, kind=f"{_family(operator)}-distilled", delta=M.cpu().numpy(), fit=figures)
+        for operator, M in zip(initial, best, strict=True)
+    ]
+    errors = measure(loaded, plan, held_out, {"distilled": operators}, execution)["distilled"]
+    return tuple(replace(o, fit={**o.fit, **e}) for o, e in zip(operators, errors, strict=True))
+
+
+def _train(
+    student: Any,
+    deltas: Sequence[Any],
+    teacher: Teacher,
+    judge: Teacher,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    epochs: int,
+    execution: Execution,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The best float32 maps, and what was seen. Weights of 16-bit models are stepped in float32 copies."""
+    masters = [delta.detach().float().clone() for delta in deltas]
+    optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    steps, every = epochs * len(calibration), max(1, len(calibration) // CHECKS)
+    first = least = _judged(student, judge, held_out)
+    best, best_step, step = [m.clone() for m in masters], 0, 0
+    for _ in range(epochs):
+        for batch in calibration.batches(deltas[0].device, tokens=1):
+            _set(optimizer, step / steps)
+            _step(student, deltas, masters, teacher.loss, batch, optimizer)
+            step += 1
+            execution.progress("recover: distil", step, steps)
+            if step % every == 0 or step == steps:
+                loss = _judged(student, judge, held_out)
+                if loss < least:
+                    least, best, best_step = loss, [m.clone() for m in masters], step
+    figures = {"loss_before": first, "loss_held_out": least, "best_step": best_step, "steps": steps}
+    return best, figures
+
+
+def _step(
+    student: Any, deltas: Sequence[Any], masters: Sequence[torch.Tensor], loss: Any, batch: Batch, optimizer: Any
+) -> None:
+    for delta in deltas:
+        delta.requires_grad_(True)
+    gradients = torch.autograd.grad(loss(student, batch), list(deltas))
+    for delta, master, gradient in zip(deltas, masters, gradients, strict=True):
+        delta.requires_grad_(False)
+        master.grad = gradient.float()
+    optimizer.step()
+    for delta, master in zip(deltas, masters, strict=True):
+        delta.copy_(master)
+
+
+def _set(optimizer: Any, progress: float) -> None:
+    """Learning rate: half a cosine from the whole to a twentieth."""
+    share = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress)) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE * share
+
+
+def _judged(student: Any, judge: Teacher, held_out: CalibrationSet) -> float:
+    with torch.no_grad():
+        device = next(student.parameters()).device
+        losses = [float(judge.loss(student, batch)) for batch in held_out.batches(device, tokens=1)]
+    return float(np.mean(losses))
+
+
+def _logits(model: Any, batch: Batch) -> torch.Tensor:
+    """``[n, V]`` of the real tokens."""
+    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    logits: torch.Tensor = output.logits[batch.mask]
+    return logits
+
+
+def _family(operator: Operator) -> str:
+    return operator.kind.split("-")[0]
