@@ -12,6 +12,8 @@ from ghostexport import runtimes
 from ghostexport.benchmarking.benchmark import bench
 from ghostexport.benchmarking.facts import read_facts
 from ghostexport.benchmarking.ideal import VariantFacts
+from ghostexport.benchmarking.measuring import Loaders
+from ghostexport.benchmarking.parity import engine_agrees
 from ghostexport.benchmarking.quality import engine_quality
 from ghostexport.benchmarking.report import write_report
 from ghostexport.benchmarking.table import live_rows, summary_cells
@@ -49,13 +51,14 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
     written = [quality_path]
     for name, runtime in usable.items():
         engines = _engines(folder, recipe, name)
+        loaders = {v: functools.partial(runtime.load, engine, execution) for v, engine in engines.items()}
         report = bench(
-            {v: functools.partial(runtime.load, engine, execution) for v, engine in engines.items()},
+            loaders,
             engines,
             facts,
             recipe.bench,
             execution,
-            parity=_parity(folder),
+            parity=_parity(folder, recipe, name, loaders, execution),
             recipe_sha256=recipe.sha256,
             observe=lambda cells: execution.table(recipe.variants, live_rows(cells)),
         ).to_json()
@@ -125,10 +128,16 @@ def _quality(
     return {"runtime": first, **by_runtime[first], "sizes": sizes, "runtimes": by_runtime}
 
 
-def _parity(folder: RunFolder) -> dict[str, bool]:
-    """Variant -> whether its graph agreed with PyTorch; the verify stage stops a run that does not."""
+def _parity(folder: RunFolder, recipe: Recipe, runtime: str, loaders: Loaders, execution: Execution) -> dict[str, bool]:
+    """Variant -> whether its graph agreed with PyTorch (the verify stage) and its engine agrees with the graph."""
     path = folder.path / "parity.json"
-    if not path.exists():
-        return {}
-    reports = json.loads(path.read_text(encoding="utf-8"))
-    return {variant: bool(report.get("passed", True)) for variant, report in reports.items()}
+    reports = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    agreed = {}
+    for done, (variant, load) in enumerate(loaders.items()):
+        execution.progress("bench: parity", done, len(loaders))
+        graph = folder.graph_path(variant)
+        agrees, sentence = engine_agrees(load, graph, runtime, recipe.model.dtype, recipe.bench.seed)
+        execution.say(f"parity of {variant} on {runtime}: {sentence}")
+        agreed[variant] = agrees and bool(reports.get(variant, {}).get("passed", False))
+    execution.progress("bench: parity", len(loaders), len(loaders))
+    return agreed
