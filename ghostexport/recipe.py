@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -382,7 +382,8 @@ class Execution:
     """How to run: changes speed and display, never an artefact.
 
     Attributes:
-        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... for PyTorch work.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... for PyTorch work; ``split`` for all devices together.
+        memory: bytes of a split model that each device may hold (``0``, ``1``, ... and ``cpu``); None for all there is.
         timing_cache: file of measured kernel timings that builds read and extend; None keeps none.
         progress: called as ``progress(task, done, total)``.
         say: called with a line worth telling the user (a choice made and its reason).
@@ -390,6 +391,7 @@ class Execution:
     """
 
     device: str = "auto"
+    memory: Mapping[int | str, int] | None = None
     timing_cache: Path | None = None
     progress: Progress = field(default=no_progress)
     say: Callable[[str], None] = field(default=lambda line: None)

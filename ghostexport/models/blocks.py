@@ -92,8 +92,15 @@ def probe_tokens(model: Any) -> torch.Tensor:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     rows = torch.arange(1, 5).repeat(2, 1) % vocabulary
     rows[1, -1] = 0
+    return rows.to(input_device(model))
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids go; of a model split over devices, memory and disk, the device of its first part."""
+    for place in getattr(model, "hf_device_map", {}).values():
+        return torch.device("cpu" if place in ("cpu", "disk") else place)
     device: torch.device = next(model.parameters()).device
-    return rows.to(device)
+    return device
 
 
 def _require_residual(model: Any, seen: list[tuple[torch.Tensor, torch.Tensor]], count: int, width: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ import transformers
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecipeError, RuntimeUnavailableError
-from ghostexport.models.blocks import check_layout, find_blocks
+from ghostexport.models.blocks import check_layout, find_blocks, input_device
 from ghostexport.models.cutting import drop_blocks
 from ghostexport.models.gguf import save_checkpoint
 from ghostexport.models.patching import insert_operators
@@ -23,6 +24,9 @@ from ghostexport.models.sources import resolve_source
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Dtype, Execution
+
+#: ``Execution.device`` of a model spread over devices, memory and disk.
+SPLIT = "split"
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -68,7 +72,7 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+        return input_device(self.model)
 
 
 def load_model(
@@ -79,7 +83,8 @@ def load_model(
     Args:
         source: as for :func:`ghostexport.models.resolve_source`.
         dtype: of weights and activations.
-        execution: its ``device`` is where the model goes; ``auto`` takes a GPU when there is one.
+        execution: its ``device`` is where the model goes; ``auto`` takes a GPU when there is one; ``split`` spreads a
+            model that fits no single device over all of them, memory and disk (accelerate), for select and recover.
         revision: of a Hub repository.
 
     Raises:
@@ -91,12 +96,14 @@ def load_model(
     _require_causal(folder)
     try:
         with hidden_progress_bars():
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), **_placement(execution)
+            )
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         raise ModelLayoutError(
             f"{folder} cannot be loaded as a causal language model: {error}", "Use a decoder-only causal LM."
         ) from error
-    model = nn.Module.to(model, _device(execution)).eval()
+    model = model.eval() if execution.device == SPLIT else nn.Module.to(model, _device(execution)).eval()
     return from_memory(model, load_tokenizer(folder), str(folder))
 
 
@@ -130,6 +137,11 @@ def load_tokenizer(folder: Path) -> Any:
 
 def patch(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet | None = None) -> LoadedModel:
     """The variant of a dense model: the plan's blocks dropped, the operators (if any) inserted. Shares its weights."""
+    if any(parameter.is_meta for parameter in loaded.model.parameters()):
+        raise ModelLayoutError(
+            f"{loaded.source} is partly on disk; such a model can be measured, not cut.",
+            "Use a device that holds it, or cut its exported graph.",
+        )
     model = drop_blocks(loaded.model, plan)
     if operators is not None:
         model = insert_operators(model, operators)
@@ -150,6 +162,16 @@ def save_patched(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet, f
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def _placement(execution: Execution) -> dict[str, Any]:
+    """Keywords that let accelerate place the parts of a split model; what fits nowhere else is read from disk."""
+    if execution.device != SPLIT:
+        return {}
+    folder = Path(tempfile.mkdtemp(prefix="ghostexport-offload-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    memory = None if execution.memory is None else dict(execution.memory)
+    return {"device_map": "auto", "max_memory": memory, "offload_folder": str(folder)}
 
 
 def _require_causal(folder: Path) -> None:
@@ -188,6 +210,9 @@ def _device(execution: Execution) -> torch.device:
 def _fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:  # on disk
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            continue
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

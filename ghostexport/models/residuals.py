@@ -31,7 +31,8 @@ def read_residuals(
     Args:
         model: a causal LM.
         points: the ``l`` wanted, each in ``[0, L]``.
-        visit: called as ``visit(l, x_l)``; the tensor is the model's own and must be copied to be kept.
+        visit: called as ``visit(l, x_l)``; the tensor is the model's own and must be copied to be kept
+            (moved to the device of ``input_ids`` where a split model computes elsewhere).
         input_ids: ``(B, T)`` int64.
         attention_mask: ``(B, T)``, 1 = real token; None when nothing is padded.
     """
@@ -41,14 +42,14 @@ def read_residuals(
 
     def before(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            visit(index, hidden_states(args, kwargs))
+            visit(index, hidden_states(args, kwargs).to(input_ids.device))
             if index == last:
                 raise _StopForwardError
 
         return hook
 
     def after_last_block(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        visit(len(blocks), output_states(output))
+        visit(len(blocks), output_states(output).to(input_ids.device))
         raise _StopForwardError
 
     # Prepended: a value is read before an operator inserted at the same place changes it.

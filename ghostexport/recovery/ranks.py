@@ -44,13 +44,14 @@ def add_up(sums: Sequence[BoundaryMoments | MagnitudeRatios], samples: Sequence[
     if not is_parallel():
         return
     for item in sums:
+        device = next(value.device for value in vars(item).values() if isinstance(value, torch.Tensor))
         for name, value in vars(item).items():
             if name == "basis":
                 continue
-            total = torch.as_tensor(value)
-            reduced = total.clone() if isinstance(value, torch.Tensor) else total.double()
-            distributed.all_reduce(reduced)
-            setattr(item, name, reduced if isinstance(value, torch.Tensor) else type(value)(reduced.item()))
+            is_tensor = isinstance(value, torch.Tensor)
+            total = value.clone() if is_tensor else torch.tensor(value, dtype=torch.float64, device=device)
+            distributed.all_reduce(total)
+            setattr(item, name, total if is_tensor else type(value)(total.item()))
     for sample in samples:
         parts: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(distributed.get_world_size())]
         distributed.all_gather_object(parts, sample.kept)

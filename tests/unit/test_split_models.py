@@ -1,0 +1,39 @@
+"""A model whose parts are in memory and on disk is measured like one in memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from ghostexport import models, recovery, selection
+from ghostexport.calibration import CalibrationSet
+from ghostexport.errors import ModelLayoutError
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import Execution, RecoverSection, SelectSection
+from tests.tiny import tiny_folder
+
+OPERATORS = ("ghost", "linearpatch-rotate")
+
+
+def windows(seed, count=12):
+    return CalibrationSet.from_tokens(np.random.default_rng(seed).integers(3, 200, (count, 40)))
+
+
+def test_the_same_plan_and_operators_as_in_memory(tmp_path):
+    folder = tiny_folder(tmp_path / "model", "llama")
+    plans, sets, loaded = [], [], []
+    for execution in (Execution(device="cpu"), Execution(device="split", memory={"cpu": 350_000})):
+        loaded.append(models.load_model(folder, "float32", execution))
+        section = SelectSection(criterion="streamline", prune=2)
+        plans.append(selection.select(loaded[-1], windows(0), section, execution))
+        recover = RecoverSection(operators=OPERATORS)
+        sets.append(recovery.recover(loaded[-1], plans[-1], windows(0), windows(1, 3), recover, execution))
+    offloaded = loaded[1].model
+    assert "disk" in offloaded.hf_device_map.values() and any(p.is_meta for p in offloaded.parameters())
+    assert plans[0].removed == plans[1].removed
+    for name in OPERATORS:
+        for one, other in zip(sets[0][name].operators, sets[1][name].operators, strict=True):
+            np.testing.assert_allclose(one.delta, other.delta, rtol=1e-5, atol=1e-6)
+    ids = torch.from_numpy(windows(2, 1).tokens)
+    torch.testing.assert_close(offloaded(ids).logits, loaded[0].model(ids).logits)
+    with pytest.raises(ModelLayoutError, match="can be measured, not cut"):
+        models.patch(loaded[1], PrunePlan.from_spans(6, [[1, 3]]))
