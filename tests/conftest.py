@@ -6,45 +6,24 @@ PyTorch model and its dense graph on disk, made by the real exporter. Every comb
 default six blocks are always there. Files and models are shared: write elsewhere, and change a copy of the model.
 """
 
-from __future__ import annotations
-
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 
-@dataclass(frozen=True)
-class ExportedTiny:
-    """A tiny model and its export."""
+def pytest_configure(config):
+    from tests.exports import make_folder
 
-    model: Any
-    file: Any
+    config.exports_folder = make_folder()
 
-    @property
-    def path(self) -> Path:
-        return self.file.path
+
+def pytest_unconfigure(config):
+    from tests.exports import remove_folder
+
+    if getattr(config, "exports_folder", None) is not None:
+        remove_folder(config.exports_folder)
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory):
-    import torch
+def exported():
+    from tests.exports import exported
 
-    from ghostexport.exporters import export_model
-    from tests.tiny import tiny
-
-    made: dict[str, ExportedTiny] = {}
-
-    def export(name: str, dtype: str = "float32", opset: int = 20, **overrides: Any) -> ExportedTiny:
-        key = json.dumps([name, dtype, opset, overrides], sort_keys=True)
-        if key not in made:
-            model = tiny(name, **overrides).to(getattr(torch, dtype))
-            folder = tmp_path_factory.mktemp(f"{name}-{dtype}-{opset}")
-            made[key] = ExportedTiny(
-                model, export_model(model, folder / "dense.onnx", exporter="transformers", opset=opset)
-            )
-        return made[key]
-
-    return export
+    return exported
