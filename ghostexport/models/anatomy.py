@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ghostexport.errors import ModelLayoutError
-from ghostexport.models.blocks import find_blocks, hidden_states, output_states, probe_tokens
+from ghostexport.models.blocks import find_blocks, probe_tokens
 
 #: Relative agreement of one sum with another order of the same additions in float32; halved digits in 16-bit formats.
 SUM_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+#: A module, what it read and what it returned.
+Call = tuple[nn.Module, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,31 @@ def find_projections(model: Any, index: int) -> Projections:
     Raises:
         ModelLayoutError: the block has none, or a mixture of experts instead of one MLP.
     """
-    block = find_blocks(model)[index]
+    return find_all_projections(model, [index])[index]
+
+
+def find_all_projections(model: Any, indices: Iterable[int]) -> dict[int, Projections]:
+    """:func:`find_projections` of several blocks, in one probe pass.
+
+    Raises:
+        ModelLayoutError: a block has none, or a mixture of experts instead of one MLP.
+    """
+    indices = list(indices)
+    if not indices:
+        return {}
+    blocks = find_blocks(model)
+    modules: set[nn.Module] = set()
+    for index in indices:
+        modules |= {blocks[index], *(m for m in blocks[index].modules() if isinstance(m, nn.Linear | Conv1D))}
+    calls = probe_calls(model, modules)
+    return {index: _projections(model, index, blocks[index], calls) for index in indices}
+
+
+def _projections(model: Any, index: int, block: nn.Module, calls: Sequence[Call]) -> Projections:
     width = int(model.config.get_text_config().hidden_size)
-    linears: set[nn.Module] = {m for m in block.modules() if isinstance(m, nn.Linear | Conv1D)}
-    calls = probe_calls(model, block, linears)
-    attention = _attention_modules(block)
-    wide = [(module, entered, left) for module, entered, left in calls if left.shape[-1] == width]
+    attention, own = _attention_modules(block), set(block.modules())
+    entered, left = next((entered, left) for module, entered, left in calls if module is block)
+    wide = [call for call in calls if call[0] in own and call[0] is not block and call[2].shape[-1] == width]
     inside = [call for call in wide if call[0] in attention]
     outside = [call for call in wide if call[0] not in attention]
     experts = any("expert" in name for name, _ in block.named_modules())
@@ -51,7 +75,6 @@ def find_projections(model: Any, index: int) -> Projections:
             f"Block {index} of {type(model).__name__} has no single attention output and MLP output projection.",
             "Use an operator that does not fold weights, such as ghost.",
         )
-    entered, left = probe_stream(model, block)
     added = (entered + inside[-1][2].view_as(entered) + outside[-1][2].view_as(entered)).float()
     return Projections(inside[-1][0], outside[-1][0], agree(added, left.float(), left.dtype))
 
@@ -64,9 +87,7 @@ def find_mid(model: Any, index: int) -> nn.Module:
     """
     block = find_blocks(model)[index]
     projections = find_projections(model, index)
-    children = {module for module in block.modules() if module is not block}
-    entered, left = probe_stream(model, block)
-    calls = probe_calls(model, block, children)
+    *calls, (_, entered, left) = probe_calls(model, set(block.modules()))  # the block itself ends last
     added = next(output for module, _, output in reversed(calls) if module is projections.mlp_output)
     mid = (left - added.view_as(left)).float()
     for module, value, _ in calls:
@@ -88,16 +109,15 @@ def _attention_modules(block: nn.Module) -> set[nn.Module]:
     }
 
 
-def probe_calls(
-    model: Any, block: nn.Module, modules: set[nn.Module]
-) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor]]:
-    """``(module, input, output)`` of each call, in order, of one forward pass; calls without tensors are left out."""
-    calls: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
+def probe_calls(model: Any, modules: Iterable[nn.Module]) -> list[Call]:
+    """Every call of the modules in one forward pass, in the order of their ends; calls without tensors are left out."""
+    calls: list[Call] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        value = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(value, torch.Tensor) and isinstance(output, torch.Tensor):
-            calls.append((module, value, output))
+        entered = args[0] if args else kwargs.get("hidden_states")
+        left = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(entered, torch.Tensor) and isinstance(left, torch.Tensor):
+            calls.append((module, entered, left))
 
     handles = [module.register_forward_hook(keep, with_kwargs=True) for module in modules]
     try:
@@ -107,21 +127,6 @@ def probe_calls(
         for handle in handles:
             handle.remove()
     return calls
-
-
-def probe_stream(model: Any, block: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen.append((hidden_states(args, kwargs), output_states(output)))
-
-    handle = block.register_forward_hook(keep, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            model(input_ids=probe_tokens(model), use_cache=False)
-    finally:
-        handle.remove()
-    return seen[0]
 
 
 def agree(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:

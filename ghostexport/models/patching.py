@@ -13,7 +13,7 @@ from ghostexport.errors import RecoveryError
 from ghostexport.models.anatomy import find_mid, find_projections
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
 from ghostexport.models.cutting import require_blocks, share_weights
-from ghostexport.models.scaling import scale_block
+from ghostexport.models.scaling import scale_blocks
 from ghostexport.operators import Operator, OperatorSet, WeightFold
 
 
@@ -107,12 +107,17 @@ def insert_operators(model: Any, operators: OperatorSet) -> Any:
             _fold(patched, operators.plan.new_index(fold.block), fold)
         if operator.adds_nodes:
             _install(patched, blocks, operator, like)
-    for position in range(len(blocks)):
-        before = [o.scale for o in operators.operators if o.boundary.position <= position]
-        factor = math.prod(1 / scale for scale in before if scale is not None)
-        if factor != 1:
-            scale_block(patched, position, factor)
+    scale_blocks(patched, _factors(operators, len(blocks)))
     return patched
+
+
+def _factors(operators: OperatorSet, count: int) -> dict[int, float]:
+    """By position of a kept block, what scales before it make of its results; none where that is 1."""
+    found = {}
+    for position in range(count):
+        before = [o.scale for o in operators.operators if o.boundary.position <= position]
+        found[position] = math.prod(1 / scale for scale in before if scale is not None)
+    return {position: factor for position, factor in found.items() if factor != 1}
 
 
 def _install(model: Any, blocks: nn.ModuleList, operator: Operator, like: torch.Tensor) -> None:

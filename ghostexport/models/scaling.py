@@ -7,34 +7,35 @@ well go on as ``x + f_1 / alpha + f_2 / alpha + ...``. Embeddings are not touche
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError
-from ghostexport.models.anatomy import agree, find_projections, probe_calls, probe_stream
+from ghostexport.models.anatomy import agree, find_all_projections, probe_calls
 from ghostexport.models.blocks import find_blocks
 
 
-def scale_block(model: Any, index: int, factor: float) -> None:
-    """Multiplies what block ``index`` adds to the stream by ``factor``, in new parameters; the model is changed.
+def scale_blocks(model: Any, factors: Mapping[int, float]) -> None:
+    """Multiplies what each block adds to the stream by its factor, in new parameters; the model is changed.
 
     The output projections (weights and biases) are scaled; in post-norm blocks (Gemma 2 and 3, OLMo 2), the gains of
     the norms that follow them.
 
     Raises:
-        ModelLayoutError: the block has neither, such as a mixture of experts.
+        ModelLayoutError: a block has neither, such as a mixture of experts.
     """
-    projections = find_projections(model, index)
-    if projections.additive:
-        for module in {projections.attention_output, projections.mlp_output}:
-            module.weight = _scaled(module.weight, factor)
-            if module.bias is not None:
-                module.bias = _scaled(module.bias, factor)
-        return
-    for norm in _post_norms(model, index):
-        _scale_gain(norm, factor)
+    for index, projections in find_all_projections(model, factors).items():
+        if projections.additive:
+            for module in {projections.attention_output, projections.mlp_output}:
+                module.weight = _scaled(module.weight, factors[index])
+                if module.bias is not None:
+                    module.bias = _scaled(module.bias, factors[index])
+        else:
+            for norm in _post_norms(model, index):
+                _scale_gain(norm, factors[index])
 
 
 def _scaled(parameter: torch.Tensor, factor: float) -> nn.Parameter:
@@ -45,8 +46,7 @@ def _post_norms(model: Any, index: int) -> tuple[nn.Module, nn.Module]:
     """The two modules with a gain ``[C]`` whose results are added to the stream."""
     block = find_blocks(model)[index]
     gains = {m for m in block.children() if [p.ndim for p in m.parameters()] == [1]}
-    calls = probe_calls(model, block, gains)
-    entered, left = probe_stream(model, block)
+    *calls, (_, entered, left) = probe_calls(model, {*gains, block})  # the block itself ends last
     wanted = (left - entered).float()
     for first in range(len(calls)):
         for second in range(first + 1, len(calls)):
