@@ -62,10 +62,8 @@ def operate(
     model = graphfile.load_graph(dense)
     before = _weight_bytes(model)
     changes = cut_model(model, plan, operators, operator_dtype=operator_dtype, kv_pattern=kv_pattern)
-    self_contained = self_contained or output.parent.resolve() != dense.parent.resolve()
-    written, files = (
-        (0, []) if dry_run else graphfile.save_graph(model, output, changes.new, self_contained=self_contained)
-    )
+    own = self_contained or output.parent.resolve() != dense.parent.resolve()
+    written, files = (0, []) if dry_run else graphfile.save_graph(model, output, changes.new, self_contained=own)
     return SurgeryReport(
         source=dense.name,
         output=output.name,
