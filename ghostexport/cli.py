@@ -218,13 +218,18 @@ def doctor() -> None:
 def _run_to(
     goal: str, target: str, output: Path | None, recipe_file: Path | None, flags: dict[str, Any], device: str
 ) -> None:
-    from ghostexport import pipeline
+    from ghostexport import parallel, pipeline
     from ghostexport import show as screen
     from ghostexport.recipe import Execution
 
     recipe, folder = resolve(target, output, recipe_file, flags)
-    with screen.display() as callbacks:
-        pipeline.run(recipe, folder, Execution(device=device, **callbacks), goal=goal)
+    with parallel.joined(folder, goal) as own:
+        device = parallel.own_device(device)
+        if not parallel.is_first():
+            pipeline.run(recipe, own, Execution(device=device), goal=goal)
+            return
+        with screen.display() as callbacks:
+            pipeline.run(recipe, own, Execution(device=device, **callbacks), goal=goal)
     screen.print_run(folder.path)
 
 
