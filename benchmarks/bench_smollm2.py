@@ -1,6 +1,6 @@
 """SmolLM2-135M, n = 5, 7, 11: dense / pruned / linearpatch-rotate / ghost on ONNX Runtime, fp32, this CPU.
 
-    python benchmarks/bench_smollm2.py --work RUNS [--prune 5 7 11] [--source smollm2] [--sequences 64] [--length 1024]
+    python benchmarks/bench_smollm2.py --work RUNS [--prune 5 7 11] [--source smollm2] [--sequences 32] [--length 512]
 
 Runs the pipeline once per depth into ``RUNS/n<depth>`` (finished stages are kept), then writes per depth the bench
 JSON, ``eval.json``, the recipe and the report into ``benchmarks/results/smollm2-n<depth>/``, and the sweep over depths
@@ -22,7 +22,7 @@ from ghostexport.runfolder import RunFolder, write_bytes, write_json
 
 RESULTS = Path(__file__).parent / "results"
 BENCH = {"prefill_tokens": [64, 256], "decode_past": [128, 512], "decode_steps": 8, "request": [64, 16]}
-BENCH |= {"repeats": 20, "warmup": 2, "eval_tokens": 8192}
+BENCH |= {"repeats": 10, "warmup": 1, "eval_tokens": 4096}
 
 
 def main() -> None:
@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("--prune", type=int, nargs="+", default=[5, 7, 11])
     parser.add_argument("--source", default="smollm2", help="model: smollm2, or a local folder of it")
     parser.add_argument("--calibration", default="demo")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=BENCH["repeats"])
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -50,6 +50,9 @@ def main() -> None:
                 "bench": BENCH | {"repeats": arguments.repeats},
             }
         )
+        write_bytes(folder.recipe_path, recipe.to_yaml().encode())
+        for stage in ("calibrate", "export"):  # the same at every depth
+            folder.adopt(stage, RunFolder(arguments.work / f"n{arguments.prune[0]}"))
         run(recipe, folder, Execution(device="cpu", say=print), goal="bench")
         folders.append(folder.path)
         publish(folder.path, arguments.results / f"{name}-n{depth}")
