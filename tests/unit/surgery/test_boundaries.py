@@ -26,7 +26,7 @@ TOYS = st.builds(
     rank=st.sampled_from([2, 3]),
     embeds=st.booleans(),
     casts=st.booleans(),
-    qdq=st.booleans(),
+    qdq=st.sampled_from(["", "int8", "float8_e4m3fn"]),
     positions=st.booleans(),
 )
 FAST = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -35,7 +35,8 @@ DIALECTS = {
     "parallel": Toy(blocks=6, parallel=True),
     "identity-casts": Toy(blocks=6, casts=True),
     "token-major": Toy(blocks=6, rank=2),
-    "qdq": Toy(blocks=6, qdq=True),
+    "qdq": Toy(blocks=6, qdq="int8"),
+    "qdq-fp8": Toy(blocks=6, qdq="float8_e4m3fn"),
     "no-cache": Toy(blocks=6, cache=False),
     "embeds": Toy(blocks=6, embeds=True),
     "skip-norm": Toy(blocks=6, skip=True),
@@ -232,8 +233,30 @@ def test_folded_weights_are_those_of_the_named_layer(role: Any, parallel: bool, 
     session(tmp_path / "out.onnx")
 
 
+@pytest.mark.parametrize("contained", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_weights_pass_through_as_bytes(dtype: str, contained: bool, tmp_path: Path) -> None:
+    """Every stored byte, NaN payloads and scales included, is the dense file's; no DequantizeLinear is folded away."""
+    toy, plan = Toy(blocks=6, qdq=dtype), PrunePlan.from_spans(6, [(1, 2), (3, 5)])
+    model = build(toy)
+    odd = model.graph.initializers[f"up2.{dtype}"]
+    assert odd.const_value is not None and odd.const_value.size >= C * 12
+    array = np.arange(256, dtype=np.uint8)[-C * 12 :].view(odd.const_value.numpy().dtype).reshape(C, 12)
+    odd.const_value = ir.Tensor(array, name=odd.name)
+    ir.save(model, tmp_path / "dense.onnx", external_data="dense.onnx.data", size_threshold_bytes=64)
+    operate(tmp_path / "dense.onnx", plan, dense_operators(plan, C), tmp_path / "out.onnx", self_contained=contained)
+    before, after = ir.load(tmp_path / "dense.onnx"), ir.load(tmp_path / "out.onnx")
+    stored = [name for name in after.graph.initializers if dtype in name or name.endswith(".scale")]
+    assert len(stored) == 2 * 6 * len(plan.kept)
+    for name in stored:
+        old, new = (m.graph.initializers[name].const_value for m in (before, after))
+        assert old is not None and new is not None
+        assert (old.dtype, old.tobytes()) == (new.dtype, new.tobytes())
+    assert sum(node.op_type == "DequantizeLinear" for node in after.graph) == 6 * len(plan.kept)
+
+
 def test_quantised_weights_refuse_a_fold(tmp_path: Path) -> None:
-    toy, plan = Toy(blocks=6, qdq=True), PrunePlan.from_spans(6, [(3, 5)])
+    toy, plan = Toy(blocks=6, qdq="int8"), PrunePlan.from_spans(6, [(3, 5)])
     folds = (WeightFold(2, "mlp_output", np.zeros((12, C), np.float32)),)
     operators = OperatorSet("fold", (Operator(plan.boundaries[0], "fold", folds=folds),), plan)
     with pytest.raises(SurgeryError, match="quantised"):

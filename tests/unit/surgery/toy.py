@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (NumPy learns the names of 8-bit floats)
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -32,7 +33,7 @@ class Toy:
         rank: 3 ``(B, T, C)``, or 2 for a token-major stream ``(T, C)``.
         embeds: the embedding is outside the graph (input ``inputs_embeds``).
         casts: an identity Cast after every sum, which all consumers read.
-        qdq: weights are int8 with DequantizeLinear.
+        qdq: weights are stored as this dtype (``int8``, ``float8_e4m3fn``) with DequantizeLinear.
         positions: a second lookup by position is added to the embedding.
         function: every block is a call of a function.
         plugin: attention is one opaque operator with a packed, aliased cache, as TensorRT Edge-LLM writes it.
@@ -47,7 +48,7 @@ class Toy:
     rank: int = 3
     embeds: bool = False
     casts: bool = False
-    qdq: bool = False
+    qdq: str = ""
     positions: bool = False
     function: bool = False
     plugin: bool = False
@@ -126,9 +127,15 @@ def weights(toy: Toy) -> dict[str, NDArray[np.float32]]:
             ("down", (12, C)),
         ):
             values = generator.normal(size=shape) / shape[0] ** 0.5
-            result[f"{name}{k}"] = np.round(values * 32).clip(-127, 127) / 32 if toy.qdq else values
+            result[f"{name}{k}"] = _stored(values, toy.qdq).astype(np.float32) / 32 if toy.qdq else values
         result[f"g{k}"], result[f"h{k}"] = 1 + 0.2 * generator.normal(size=(2, C))
     return {name: array.astype(np.float32) for name, array in result.items()}
+
+
+def _stored(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """32 times the values in a dtype of one byte, scale 1/32."""
+    scaled = values * 32
+    return np.round(scaled).clip(-127, 127).astype(np.int8) if dtype == "int8" else scaled.astype(np.dtype(dtype))
 
 
 @dataclass
@@ -361,7 +368,7 @@ def _linear(s: _State, x: ir.Value, name: str) -> ir.Value:
     b = s.builder
     if not s.toy.qdq:
         return b.op("MatMul", x, b.weight(name, s.arrays[name]))
-    stored = b.weight(f"{name}.int8", np.round(s.arrays[name] * 32).astype(np.int8))
+    stored = b.weight(f"{name}.{s.toy.qdq}", _stored(s.arrays[name], s.toy.qdq))
     scale = b.weight(f"{name}.scale", np.array(1 / 32, np.float32))
     return b.op("MatMul", x, b.op("DequantizeLinear", stored, scale))
 
