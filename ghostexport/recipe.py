@@ -220,7 +220,7 @@ class BenchSection(_Section):
         batches: batch sizes; each is combined with every prefill length and every past length. Requests run at batch 1.
         prefill_tokens: prompt lengths of the prefill workloads.
         decode_past: past lengths of the decode workloads.
-        decode_steps: single-token steps per visit of a decode workload.
+        decode_steps: timed single-token steps per visit of a decode workload, all at its past length.
         request: prompt tokens and generated tokens of the request workload.
         repeats: rounds; in each round every variant meets every workload once, in random order.
         warmup: rounds that are run first and not kept.

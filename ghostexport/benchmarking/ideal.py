@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,9 +61,12 @@ class Ceilings:
 
 def moved_bytes(workload: Workload, facts: VariantFacts) -> float:
     """Bytes one visit must read: the weights once per forward pass and the KV cache of every sequence."""
+    return _read(workload.forward_passes(), workload.batch, facts)
+
+
+def _read(passes: Sequence[tuple[int, int]], batch: int, facts: VariantFacts) -> float:
     streamed = facts.weight_bytes - facts.gathered_bytes
-    passes = workload.forward_passes()
-    return float(sum(streamed + workload.batch * past * facts.kv_bytes_per_token for _, past in passes))
+    return float(sum(streamed + batch * past * facts.kv_bytes_per_token for _, past in passes))
 
 
 def flops(workload: Workload, facts: VariantFacts) -> float:
@@ -103,8 +106,8 @@ def ideal_speedup(
     if metric == "ttft":
         return ideal_speedup(Workload("prefill", workload.batch, workload.tokens), "seconds", facts, dense, ceilings)
     if metric == "itl":
-        decode = Workload("decode", workload.batch, past=workload.tokens, steps=workload.steps - 1)
-        return ideal_speedup(decode, "seconds", facts, dense, ceilings)
+        steps = workload.forward_passes()[1:]
+        return _read(steps, workload.batch, dense) / _read(steps, workload.batch, facts)
     if ceilings is None:
         return None
     return roofline_seconds(workload, dense, ceilings) / roofline_seconds(workload, facts, ceilings)

@@ -31,8 +31,8 @@ class Workload:
     """One cell of the grid.
 
     Attributes:
-        kind: ``prefill`` (``tokens`` at once into an empty cache), ``decode`` (``steps`` single tokens after
-            ``past``), ``request`` (a prompt of ``tokens``, then greedy generation of ``steps`` tokens).
+        kind: ``prefill`` (``tokens`` at once into an empty cache), ``decode`` (a single token after ``past``,
+            ``steps`` times over), ``request`` (a prompt of ``tokens``, then greedy generation of ``steps`` tokens).
         batch, tokens, past, steps: sizes.
     """
 
@@ -62,7 +62,7 @@ class Workload:
         if self.kind == "prefill":
             return ((self.tokens, 0),)
         if self.kind == "decode":
-            return tuple((1, self.past + step) for step in range(self.steps))
+            return ((1, self.past),) * self.steps
         return ((self.tokens, 0), *((1, self.tokens + step) for step in range(self.steps - 1)))
 
     def token_ids(self, vocabulary: int, seed: int) -> TokenIds:
@@ -87,7 +87,10 @@ def why_not(workload: Workload, engine: EngineFile) -> str | None:
     """The reason why ``workload`` does not fit the optimization profiles of ``engine``; None when it fits."""
     if not engine.profiles:
         return None
+    capacity = engine.extra.get("kv_capacity")
     for tokens, past in workload.forward_passes():
+        if capacity is not None and past + tokens > capacity:
+            return f"the KV cache of {engine.variant} holds {capacity} tokens, not {past + tokens}"
         shapes = {"input_ids": (workload.batch, tokens), "attention_mask": (workload.batch, past + tokens)}
         if not any(_fits(profile, shapes) for profile in engine.profiles.values()):
             return f"no profile of {engine.variant} holds batch {workload.batch}, {tokens} tokens, past {past}"
@@ -128,13 +131,16 @@ def visit(session: Session, workload: Workload, token_ids: TokenIds, clock: Cloc
     if workload.kind == "request":
         return _request(session, workload, token_ids, clock)
     cache = session.new_cache(workload.batch, workload.past)
+    if workload.kind == "decode":
+        session.timed_forward(token_ids, cache)  # not counted: a GPU binds shapes here and captures its CUDA graph next
     seconds: list[float] = []
     enqueue: list[float] = []
+    longer: KVCache = cache
     for _ in range(workload.steps):
-        elapsed, cache = session.timed_forward(token_ids, cache)
+        elapsed, longer = session.timed_forward(token_ids, cache)  # always at the same past, so a GPU replays
         seconds.append(elapsed)
         enqueue += _enqueue_seconds(session)
-    return Visit({"seconds": tuple(seconds)}, tuple(enqueue), cache.nbytes)
+    return Visit({"seconds": tuple(seconds)}, tuple(enqueue), longer.nbytes)
 
 
 def _request(session: Session, workload: Workload, prompt: TokenIds, clock: Clock) -> Visit:

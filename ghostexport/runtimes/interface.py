@@ -8,8 +8,11 @@ Exported symbols are not linked to each other (the mask's length is its own symb
     KV input                  [batch, heads, past, head_dim]   (or past at axis 1, when that is the symbolic one)
     logits                    [batch, tokens, V]
     KV output                 as its input, with total in place of past
+    write_indices             [batch]                       past, for a cache that is updated in place
+    nonpad_kv_seqlen          [batch]                       total, likewise
 
-A dim that is a number stays a number; a symbol spelled as a number (``"16"``) is one.
+A cache that the graph updates in place (``TensorScatter``, ``TRT_KVCacheUpdate``) has a fixed capacity in place of
+past and total. A dim that is a number stays a number; a symbol spelled as a number (``"16"``) is one.
 """
 
 from __future__ import annotations
@@ -31,8 +34,12 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "attention_mask": ("batch", "total"),
     "inputs_embeds": ("batch", "tokens", "hidden"),
     "logits": ("batch", "tokens", "vocabulary"),
+    "write_indices": ("batch",),
+    "nonpad_kv_seqlen": ("batch",),
 }
 
+#: Operators whose output is their first input with rows overwritten: the two share one buffer in an engine.
+_IN_PLACE = ("TensorScatter", "TRT_KVCacheUpdate")
 
 _COMPUTE = ("MatMul", "Mul", "Add")
 
@@ -44,6 +51,7 @@ class Interface:
     Attributes:
         inputs, outputs: in graph order.
         kv: ``(past input, present output)`` names.
+        capacity: tokens that a cache updated in place holds; None where the cache grows with every call.
         weight_bytes: bytes of all initializers.
         data_files: external data files, absolute.
         operators: distinct ``domain::op_type`` of the nodes.
@@ -56,6 +64,7 @@ class Interface:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     kv: tuple[tuple[str, str], ...]
+    capacity: int | None
     weight_bytes: int
     data_files: tuple[Path, ...]
     operators: frozenset[str]
@@ -75,8 +84,8 @@ def read_interface(path: Path) -> Interface:
     """Reads the interface of an ONNX decoder without loading its weights.
 
     Raises:
-        BuildError: the file is not a readable ONNX model, its external data is missing or outside its folder, or an
-            input has a role this project does not know.
+        BuildError: the file is not a readable ONNX model, its external data is missing or outside its folder, an
+            input has a role this project does not know, or only a part of the cache is updated in place.
     """
     model = load_graph(path)
     graph = model.graph
@@ -85,10 +94,15 @@ def read_interface(path: Path) -> Interface:
     except ValueError as error:
         raise BuildError(f"{path}: {error}.", "Renumber the cache densely: ghostexport surgery does.") from None
     weights, files = _weights(path, graph.initializer)
+    updated = {(n.input[0], n.output[0]) for n in graph.node if n.op_type in _IN_PLACE}
+    in_place = bool(kv) and updated >= set(kv)
+    inputs = tuple(_tensor(path, value, output=False, in_place=in_place) for value in graph.input)
+    outputs = tuple(_tensor(path, value, output=True, in_place=in_place) for value in graph.output)
     return Interface(
-        inputs=tuple(_tensor(path, value, output=False) for value in graph.input),
-        outputs=tuple(_tensor(path, value, output=True) for value in graph.output),
+        inputs=inputs,
+        outputs=outputs,
         kv=kv,
+        capacity=_capacity(path, inputs, {past for past, _ in kv}) if in_place else None,
         weight_bytes=weights,
         data_files=files,
         operators=frozenset(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in graph.node),
@@ -145,7 +159,20 @@ def _weights(path: Path, initializers: Any) -> tuple[int, tuple[Path, ...]]:
     return total, tuple(files)
 
 
-def _tensor(path: Path, value: Any, *, output: bool) -> Tensor:
+def _capacity(path: Path, inputs: tuple[Tensor, ...], kv: set[str]) -> int:
+    # [batch, heads, capacity, head_dim]: both operators update axis -2
+    found = {t.dims[2] for t in inputs if t.name in kv and len(t.dims) == 4}
+    capacity = next(iter(found), None)
+    if len(found) != 1 or not isinstance(capacity, int):
+        raise BuildError(
+            f"{path}: the cache is updated in place, but its capacity is not one fixed number: "
+            f"{sorted(map(str, found))}.",
+            "Export with a static cache of one length.",
+        )
+    return capacity
+
+
+def _tensor(path: Path, value: Any, *, output: bool, in_place: bool) -> Tensor:
     import onnx
 
     kind = value.type.tensor_type
@@ -153,11 +180,14 @@ def _tensor(path: Path, value: Any, *, output: bool) -> Tensor:
     raw = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in kind.shape.dim]
     dims = tuple(int(d) if isinstance(d, str) and d.isdigit() else d for d in raw)
     name = str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
-    return Tensor(value.name, name, _roles(path, value.name, dims, output=output))
+    return Tensor(value.name, name, _roles(path, value.name, dims, output=output, in_place=in_place))
 
 
-def _roles(path: Path, name: str, dims: tuple[int | str, ...], *, output: bool) -> tuple[int | str, ...]:
-    if parse_kv_name(name, output=output) and len(dims) == 4:
+def _roles(
+    path: Path, name: str, dims: tuple[int | str, ...], *, output: bool, in_place: bool
+) -> tuple[int | str, ...]:
+    is_kv = parse_kv_name(name, output=output) is not None
+    if is_kv and len(dims) == 4:
         axis = 1 if isinstance(dims[1], str) and isinstance(dims[2], int) else 2
         table: tuple[str, ...] = ("batch", "heads", "heads", "head_dim")
         table = (*table[:axis], "total" if output else "past", *table[axis + 1 :])
@@ -168,11 +198,11 @@ def _roles(path: Path, name: str, dims: tuple[int | str, ...], *, output: bool) 
     else:
         raise BuildError(
             f"{path}: input {name} {list(dims)} has dims of unknown role.",
-            "Known inputs: input_ids, attention_mask, position_ids, inputs_embeds and the KV cache.",
+            f"Known inputs: {', '.join(n for n in _ROLES if n != 'logits')} and the KV cache.",
         )
     roles = tuple(d if isinstance(d, int) else role for d, role in zip(dims, table, strict=True))
     for d, role in zip(dims, table, strict=True):
-        if role in ("past", "total") and isinstance(d, int) and not output:
+        if role in ("past", "total") and isinstance(d, int) and not output and not (is_kv and in_place):
             raise BuildError(
                 f"{path}: the {role} length of input {name} {list(dims)} is baked in as {d}.",
                 "Export with a dynamic cache length (two or more past tokens in the sample inputs).",

@@ -27,7 +27,7 @@ from ghostexport.runtimes.nvinfer_load import why_not_loadable
 from ghostexport.runtimes.nvinfer_log import capture_log
 from ghostexport.runtimes.nvinfer_session import NvSession
 from ghostexport.runtimes.options import refuse_foreign
-from ghostexport.runtimes.profiles import Profile, plan_profiles
+from ghostexport.runtimes.profiles import Profile, plan_profiles, require_capacity
 from ghostexport.runtimes.sidecar import build_flags, file_sha256, remove_leftovers, require_intact, write_sidecar
 from ghostexport.runtimes.trtexec import trtexec_lines
 
@@ -99,6 +99,8 @@ class NvInfer:
         trt = self.module()
         refuse_foreign(self.name, settings)
         interface = read_interface(graph)
+        if interface.capacity is not None:
+            require_capacity(settings, interface.capacity)
         profiles = plan_profiles(settings, interface.inputs)
         self.refuse(settings, interface, execution)
         nvinfer_options.refuse(trt, self.title, settings)
@@ -140,6 +142,7 @@ class NvInfer:
                 "graph": os.path.relpath(graph, target.parent),
                 "network_name": network_name,
                 "opset": interface.opset,
+                "kv_capacity": interface.capacity,
                 "graph_metadata": interface.metadata,
             },
         )

@@ -1,14 +1,19 @@
 """A session on TensorRT or TensorRT-RTX: device buffers, KV ping-pong, profile switching, CUDA graphs for decode.
 
 Buffers are allocated once, for the largest batch and length of the profiles, so addresses never change. The KV cache
-lives in two sets of buffers: a call reads one and writes the other (an output that the engine aliases to its input
-stays in place). CUDA graphs are captured for a decode call whose shapes and addresses equal the previous call's, since
-the context's host state belongs to its last shapes; a graph with an in-place cache of fixed length replays every step.
+lives in two sets of buffers: a call reads one and writes the other. Where the engine aliases every KV output to its
+input (``TensorScatter``, ``TRT_KVCacheUpdate``) there is one set, and both are bound to the same address.
+
+A CUDA graph is captured for a decode call whose shapes and addresses equal those of the call before, since the
+context's host state belongs to its last shapes. With a growing cache every step of a generation has another past
+length, so nothing can be replayed there: only a repeated call at one past, as the decode benchmark makes it, is. A
+cache updated in place has one shape, and every step replays. :attr:`NvSession.graph_replays` counts.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +35,7 @@ class NvCache:
     """The KV cache in one of the session's two buffer sets.
 
     Attributes:
-        slot: buffer set, 0 or 1.
+        slot: buffer set, 0 or 1 (always 0 for a cache updated in place).
         batch, length: sequences and tokens held.
         nbytes: bytes held.
         epoch: which conversation it belongs to; a new one overwrites the buffers.
@@ -58,12 +63,20 @@ class _Plan:
 
 
 class NvSession:
-    """See :class:`ghostexport.runtimes.base.Session`. One conversation at a time: a new cache ends the one before."""
+    """See :class:`ghostexport.runtimes.base.Session`. One conversation at a time: a new cache ends the one before.
+
+    Attributes:
+        enqueue_seconds: host seconds of the last ``execute_async_v3`` or replay; None before the first call.
+        graph_captures, graph_replays: CUDA graphs captured, and calls that replayed one. TensorRT-RTX captures inside
+            the library, where they cannot be counted: both stay 0.
+    """
 
     clock = "cuda-events"
 
     def __init__(self, trt: Any, title: str, engine: EngineFile, device: Any) -> None:
         self.engine = engine
+        self.enqueue_seconds: float | None = None
+        self.graph_captures = self.graph_replays = 0
         self._trt, self._title, self._device = trt, title, device
         self._logger = capture_log(trt)
         self._runtime = create_runtime(trt, title, self._logger)
@@ -77,13 +90,15 @@ class NvSession:
             for role in ("batch", "tokens", "past", "total")
         }
         self._inputs = {t.name: device.empty(self._capacity(t)) for t in engine.inputs if t.name not in self._kv}
+        self._dtypes = {t.name: np.dtype(t.dtype) for t in engine.inputs if t.name in self._inputs}
         outputs = {t.name: t for t in engine.outputs}
+        self._in_place = bool(self._kv) and _aliased(self._plans[0].cuda_engine, self._kv) == set(self._kv)
         self._sets = [
             {past: device.empty(self._capacity(outputs[present])) for past, present in self._kv.items()}
-            for _ in range(2)
+            for _ in range(1 if self._in_place else 2)
         ]
-        aliased = getattr(self._plans[0].cuda_engine, "get_aliased_input_tensor", lambda name: None)
-        self._in_place = frozenset(past for past, present in self._kv.items() if aliased(present) == past)
+        # the sizes that some input has: calls that agree in them have the same shapes
+        self._roles = [role for role in self._limits if any(role in t.dims for t in engine.inputs)]
         self._other: dict[str, Any] = {}  # output buffers outside the cache, grown on demand: logits can be huge
         self._epoch = self._step = 0
 
@@ -179,17 +194,19 @@ class NvSession:
             "input_ids": input_ids,
             "attention_mask": np.ones((batch, sizes["total"]), np.int64),
             "position_ids": np.broadcast_to(np.arange(cache.length, sizes["total"]), (batch, tokens)),
+            "write_indices": np.full(batch, cache.length),
+            "nonpad_kv_seqlen": np.full(batch, sizes["total"]),
         }
         for name, buffer in self._inputs.items():
-            self._device.upload(buffer, feeds[name].astype(np.int64))
-        slot = cache.slot if self._in_place else 1 - cache.slot
+            self._device.upload(buffer, feeds[name].astype(self._dtypes[name]))
+        slot = (cache.slot + 1) % len(self._sets)
         self._step = cache.step + 1
         nbytes = self._cache_bytes(batch, sizes["total"])
         longer = NvCache(slot, batch, sizes["total"], nbytes, self._epoch, self._step)
         return lambda: self._run(plan, index, sizes, cache.slot, slot), longer
 
     def _run(self, plan: _Plan, index: int, sizes: Mapping[str, int], source: int, target: int) -> None:
-        key = (index, tuple(sizes.values()), source)
+        key = (index, source, *(sizes[role] for role in self._roles))
         if key != plan.last:
             plan.replay = None
             self._bind(plan, index, sizes, source, target)
@@ -201,7 +218,11 @@ class NvSession:
             return
         if plan.replay is None:
             plan.replay = self._device.capture(lambda: self._enqueue(plan))
+            self.graph_captures += 1
+        started = time.perf_counter_ns()
         plan.replay()
+        self.enqueue_seconds = (time.perf_counter_ns() - started) * 1e-9
+        self.graph_replays += 1
 
     def _bind(self, plan: _Plan, index: int, sizes: Mapping[str, int], source: int, target: int) -> None:
         context = plan.context
@@ -224,13 +245,17 @@ class NvSession:
             context.set_tensor_address(tensor.name, buffer.data_ptr())
 
     def _enqueue(self, plan: _Plan) -> None:
+        started = time.perf_counter_ns()
         if not plan.context.execute_async_v3(self._device.handle):
             raise self._broken("execution failed")
+        self.enqueue_seconds = (time.perf_counter_ns() - started) * 1e-9
 
     def _output_buffer(self, tensor: Tensor, sizes: Mapping[str, int]) -> Any:
         needed = math.prod(self._shape(tensor, sizes)) * _itemsize(tensor.dtype)
         if tensor.name not in self._other or self._other[tensor.name].nbytes < needed:
             self._device.synchronize()  # the old buffer may still be written
+            for plan in self._plans:  # and other plans and graphs point to it
+                plan.last = plan.replay = None
             self._other[tensor.name] = self._device.empty(needed)
         return self._other[tensor.name]
 
@@ -243,10 +268,12 @@ class NvSession:
             for plan_index, plan in enumerate(self._plans)
             if name in plan.profiles and self._fits(shapes, sizes)
         ]
-        if not fitting:
+        capacity = self.engine.extra.get("kv_capacity")
+        if not fitting or (capacity is not None and sizes["total"] > capacity):
+            held = "" if capacity is None else f", its cache holds {capacity}"
             raise RecipeError(
                 f"{self.engine.path.name} has no profile for batch {batch}, {tokens} tokens after {past}.",
-                f"Its limits are {self._limits}; build with larger --max-batch, --max-tokens or --max-past.",
+                f"Its limits are {self._limits}{held}; build with larger --max-batch, --max-tokens or --max-past.",
             )
         _, plan_index, index = min(fitting)
         return self._plans[plan_index], index
@@ -280,6 +307,13 @@ class NvSession:
         return RuntimeUnavailableError(
             f"{self._title}, {self.engine.path.name}: {problem}.\n{self._logger.text}", "Build the engine again."
         )
+
+
+def _aliased(cuda_engine: Any, kv: Mapping[str, str]) -> set[str]:
+    """The KV inputs that the engine updates in place; releases before 10.16 know none."""
+    if not hasattr(cuda_engine, "get_aliased_input_tensor"):
+        return set()
+    return {past for past, present in kv.items() if cuda_engine.get_aliased_input_tensor(present) == past}
 
 
 def _size(inputs: tuple[Tensor, ...], shapes: Mapping[str, Any], role: str) -> int:

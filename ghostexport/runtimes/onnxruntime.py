@@ -47,6 +47,11 @@ class OnnxRuntime:
         ort = _import()
         refuse_foreign(self.name, settings)
         interface = read_interface(graph)
+        if interface.capacity is not None:
+            raise BuildError(
+                f"{graph.name} updates its KV cache in place; this project runs such graphs on TensorRT only.",
+                "Build it with --runtime tensorrt or tensorrt-rtx, or export with a growing cache.",
+            )
         engine = target.with_name(f"{target.name}.onnx")
         if engine.absolute() == graph.absolute():
             raise BuildError(f"The engine would overwrite its own graph {graph}.", "Choose another folder.")

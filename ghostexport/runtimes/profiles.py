@@ -49,6 +49,21 @@ class Profile:
         return result
 
 
+def require_capacity(settings: BuildSection, capacity: int) -> None:
+    """Checks the limits against the fixed capacity of a cache that the graph updates in place.
+
+    Raises:
+        RecipeError: a prompt, or a token after the longest past, would not fit.
+    """
+    tokens, past = min(settings.max_tokens, capacity), min(settings.max_past, capacity - 1)
+    if (tokens, past) != (settings.max_tokens, settings.max_past):
+        raise RecipeError(
+            f"The graph's KV cache holds {capacity} tokens, too few for build.max_tokens {settings.max_tokens} or for "
+            f"a token after build.max_past {settings.max_past}.",
+            f"Give --max-tokens {tokens} --max-past {past}.",
+        )
+
+
 def plan_profiles(settings: BuildSection, inputs: tuple[Tensor, ...]) -> tuple[Profile, ...]:
     """The profiles that ``settings`` ask for, checked against the graph's static dims.
 

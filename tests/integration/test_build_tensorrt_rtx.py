@@ -20,7 +20,7 @@ from ghostexport.runtimes.nvinfer_load import create_runtime, load_plan
 from ghostexport.runtimes.nvinfer_log import capture_log
 from ghostexport.runtimes.sidecar import read_sidecar
 from tests.runtime_graphs import dense_graph, variant_graph
-from tests.unit.runtimes.test_interface import toy
+from tests.unit.runtimes.in_place import CAPACITY, in_place_graph
 
 pytest.importorskip("tensorrt_rtx")
 RUNTIME = RUNTIMES["tensorrt-rtx"]
@@ -107,6 +107,11 @@ def test_split_profiles_make_two_plans(tmp_path):
 def test_several_points_become_profiles_of_one_plan(tmp_path):
     engine = build(variant_graph("pruned"), tmp_path, profiles="single", token_points=(4,))
     assert engine.profiles["single-t16"]["input_ids"] == ((1, 5), (1, 16), (2, 16))
+
+
+def test_a_cache_updated_in_place_is_accepted_with_its_fixed_capacity(tmp_path):
+    engine = build(in_place_graph(tmp_path / "m.onnx"), tmp_path / "out", max_past=15)
+    assert engine.extra["kv_capacity"] == CAPACITY == engine.inputs[-1].dims[2]
 
 
 def test_an_operator_only_onnxruntime_supplies_points_there(tmp_path):

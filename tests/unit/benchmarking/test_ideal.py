@@ -17,8 +17,8 @@ PRUNED = VariantFacts(6, 0, 160, 6, 34, attention_flops=2, gathered_bytes=20)
 
 
 def test_bytes_by_hand():
-    # every pass reads 180 bytes of weights; two sequences hold 5 then 6 tokens of 10 bytes
-    assert moved_bytes(Workload("decode", 2, past=5, steps=2), DENSE) == 2 * 180 + 2 * 10 * (5 + 6)
+    # every pass reads 180 bytes of weights; two sequences hold 5 tokens of 10 bytes, at each of two steps
+    assert moved_bytes(Workload("decode", 2, past=5, steps=2), DENSE) == 2 * (180 + 2 * 10 * 5)
     assert moved_bytes(Workload("prefill", 2, 8), DENSE) == 180
 
 

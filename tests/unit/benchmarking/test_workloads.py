@@ -21,7 +21,7 @@ def test_grid_of_the_section():
 
 def test_forward_passes_and_tokens():
     assert Workload("prefill", 2, 8).forward_passes() == ((8, 0),)
-    assert Workload("decode", 2, past=4, steps=3).forward_passes() == ((1, 4), (1, 5), (1, 6))
+    assert Workload("decode", 2, past=4, steps=3).forward_passes() == ((1, 4), (1, 4), (1, 4))
     assert Workload("request", 1, 5, steps=3).forward_passes() == ((5, 0), (1, 5), (1, 6))
     assert [w.tokens_per_visit for w in (Workload("prefill", 2, 8), Workload("decode", 2, past=4, steps=3))] == [16, 6]
 
@@ -42,7 +42,8 @@ def test_decode_keeps_one_raw_sample_per_step():
     session = SyntheticSession(clock, lambda tokens, past: past / 10)
     workload = Workload("decode", 1, past=3, steps=3)
     result = visit(session, workload, workload.token_ids(VOCABULARY, 0), clock)
-    assert result.samples["seconds"] == pytest.approx((0.3, 0.4, 0.5))
+    assert result.samples["seconds"] == pytest.approx((0.3, 0.3, 0.3))  # always after 3 tokens
+    assert clock.now == round(4 * 0.3e9) and result.cache_bytes == 10 * 4  # one step more, untimed
     assert result.enqueue == ()
 
 
@@ -57,5 +58,8 @@ def test_workload_outside_the_profiles_is_named():
     built = engine("dense", profiles={"both": profile})
     assert why_not(Workload("prefill", 2, 16), built) is None
     assert why_not(Workload("decode", 1, past=31, steps=1), built) is None
-    assert "past 32" in why_not(Workload("decode", 1, past=31, steps=2), built)
+    assert "past 32" in why_not(Workload("decode", 1, past=32), built)
+    in_place = engine("dense", profiles={"both": {"input_ids": ((1, 1), (1, 8), (2, 16))}}, extra={"kv_capacity": 16})
+    assert why_not(Workload("decode", 1, past=15), in_place) is None
+    assert why_not(Workload("decode", 1, past=16), in_place) == "the KV cache of dense holds 16 tokens, not 17"
     assert "batch 3" in why_not(Workload("prefill", 3, 8), built)

@@ -7,6 +7,7 @@ session computes is checked by numbers and not only by calls.
 
 import ctypes
 import pickle
+from functools import cache
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -211,7 +212,7 @@ class ICudaEngine:
         return pickle.dumps(self._content)
 
     def get_aliased_input_tensor(self, name):
-        return None
+        return _aliases(self._content["graph"]).get(name)
 
     def get_weight_streaming_automatic_budget(self):
         return 1 << 20
@@ -262,13 +263,20 @@ class IExecutionContext:
         session = _session(self._content)
         feeds = {v.name: self._read(v) for v in session.get_inputs()}
         names = [v.name for v in session.get_outputs()]
+        for output, aliased in _aliases(self._content["graph"]).items():
+            assert self._addresses[output] == self._addresses[aliased], f"{output} must share the buffer of {aliased}"
         for name, value in zip(names, session.run(names, feeds), strict=True):
             raw = np.ascontiguousarray(value)
             ctypes.memmove(self._addresses[name], raw.ctypes.data, raw.nbytes)
         return True
 
     def _read(self, value):
-        dtype = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(float16)": np.float16}[value.type]
+        dtype = {
+            "tensor(int32)": np.int32,
+            "tensor(int64)": np.int64,
+            "tensor(float)": np.float32,
+            "tensor(float16)": np.float16,
+        }[value.type]
         shape = self._shapes[value.name]
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return np.frombuffer(ctypes.string_at(self._addresses[value.name], nbytes), dtype).reshape(shape)
@@ -334,6 +342,13 @@ _BEHAVIOUR = {
     )
 }
 _SESSIONS = {}
+
+
+@cache
+def _aliases(graph):
+    """Output -> the input it overwrites in place, as the library reports for KV cache updates."""
+    nodes = onnx.load(graph, load_external_data=False).graph.node
+    return {n.output[0]: n.input[0] for n in nodes if n.op_type == "TensorScatter"}
 
 
 def _session(content):

@@ -6,6 +6,7 @@ from ghostexport.errors import BuildError
 from ghostexport.runtimes.base import Tensor
 from ghostexport.runtimes.interface import read_interface
 from tests.runtime_graphs import dense_graph, variant_graph
+from tests.unit.runtimes.in_place import CAPACITY, in_place_graph
 
 
 def toy(
@@ -63,6 +64,18 @@ def test_an_exported_variant_has_linked_roles_weights_and_operators():
     assert {f.name for f in ghost.data_files} == {"dense.onnx.data", "ghost.onnx.data"}
     # one of three blocks is gone and an operator of 64 x 64 float32 numbers came
     assert dense.weight_bytes > ghost.weight_bytes > dense.weight_bytes / 2
+
+
+def test_a_cache_updated_in_place_has_a_capacity_and_no_past(tmp_path):
+    interface = read_interface(in_place_graph(tmp_path / "m.onnx"))
+    assert interface.capacity == CAPACITY and read_interface(dense_graph()).capacity is None
+    assert interface.inputs[2:4] == (
+        Tensor("write_indices", "int64", ("batch",)),
+        Tensor("past_key_values.0.key", "float32", ("batch", 1, CAPACITY, 4)),
+    )
+    assert interface.outputs[1].dims == ("batch", 1, CAPACITY, 4)
+    with pytest.raises(BuildError, match=r"capacity is not one fixed number: \['16', '8'\]"):
+        read_interface(in_place_graph(tmp_path / "m.onnx", capacity=(16, 8)))
 
 
 @pytest.mark.parametrize(
