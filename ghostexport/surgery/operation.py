@@ -159,6 +159,7 @@ def _cut_body(
     for old, new in scaling.scale_blocks(layout, plan, scales).items():
         _register(model.graph, new, changes)
         folded[0][old] = ", ".join(value.name or "" for value in new)
+    layout = scaling.with_new_addends(layout)
     done: list[cut.CutResult] = []
     for boundary, operator in zip(plan.boundaries, known, strict=True):
         done.append(cut.cut(layout, boundary, operator, stream.dtype, dtype))

@@ -9,6 +9,8 @@ From a residual sum, back along its non-stream operands as long as the path is l
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 
@@ -51,6 +53,16 @@ def scale_blocks(layout: DecoderLayout, plan: PrunePlan, scales: list[float | No
     return made
 
 
+def with_new_addends(layout: DecoderLayout) -> DecoderLayout:
+    """The layout whose fused sums are read again from their nodes."""
+    points = [p if p.node is None or not p.is_fused else replace(p, addends=_addends(p.node)) for p in layout.points]
+    return replace(layout, points=tuple(points))
+
+
+def _addends(node: ir.Node) -> tuple[ir.Value, ...]:
+    return tuple(value for index in _summands(node) if (value := node.inputs[index]) is not None)
+
+
 class _Scaler:
     """Walks one block's branches."""
 
@@ -65,14 +77,20 @@ class _Scaler:
         sums = self.layout.sums[self.block]
         chain = {self.layout.points[self.block].node, *sums}
         for total in sums:
-            for index in range(self._summands(total)):
+            for index in _summands(total):
                 value = total.inputs[index]
-                on_stream = value is None or value is self.layout.points[self.block].value
-                if not on_stream and value is not None and value.producer() not in chain:
+                if value is not None and not self._on_stream(value, chain):
                     self.scale(total, index)
 
-    def _summands(self, total: ir.Node) -> int:
-        return len(total.inputs) if total.op_type in ("Add", "Sum") else 2
+    def _on_stream(self, value: ir.Value, chain: set[ir.Node | None]) -> bool:
+        """Whether a summand is the stream itself, possibly behind nodes that change only its form."""
+        node = value.producer()
+        while node not in chain and value is not self.layout.points[self.block].value:
+            source = node.inputs[0] if node is not None and node.op_type in _LAYOUT else None
+            if source is None:
+                return False
+            value, node = source, source.producer()
+        return True
 
     def scale(self, reader: ir.Node, index: int) -> None:
         """Makes input ``index`` of ``reader`` the scaled value."""
@@ -119,6 +137,14 @@ class _Scaler:
         return SurgeryError(
             f"Block {self.block} cannot be scaled: {why}.", "Use an operator that acts at the boundary, such as ghost."
         )
+
+
+def _summands(total: ir.Node) -> list[int]:
+    """The inputs that are summed: all, or of a fused skip-norm the two addends and the bias."""
+    if total.op_type in ("Add", "Sum"):
+        return list(range(len(total.inputs)))
+    bias = 3 if total.op_type == "SkipSimplifiedLayerNormalization" else 4
+    return [0, 1, *([bias] if len(total.inputs) > bias and total.inputs[bias] is not None else [])]
 
 
 def _values(tensor: ir.TensorProtocol) -> FloatArray:
