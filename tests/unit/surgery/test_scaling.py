@@ -57,7 +57,7 @@ def test_a_folded_scale_computes_the_inserted_one_without_a_node(dialect: str, s
 
 
 @pytest.mark.parametrize("spans", SPANS)
-@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "skip-norm"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_network_takes_the_place_of_the_stream(dialect: str, spans: str, tmp_path: Path) -> None:
     toy, plan = DIALECTS[dialect], PrunePlan.from_spans(6, SPANS[spans])
     operators = operators_of(plan, "network")
