@@ -66,7 +66,7 @@ class EngineFile:
         graph_data_sha256: hash of every data file of the graph, by name.
         inputs, outputs: the graph's bindings in order: name, dtype and dims, a dim being an integer or its role
             (``batch``, ``tokens``, ``past``, ``total``).
-        extra: what only some runtimes have: trtexec lines, providers, host of the build.
+        extra: what only some runtimes have, such as trtexec lines; ``build_peak_bytes``: most host memory the build took.
     """
 
     path: Path

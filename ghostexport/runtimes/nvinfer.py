@@ -19,6 +19,7 @@ from ghostexport.recipe import BuildSection, Execution
 from ghostexport.runfolder import atomic_path, require_space
 from ghostexport.runtimes import nvinfer_options, nvinfer_refit
 from ghostexport.runtimes.base import Availability, EngineFile
+from ghostexport.runtimes.build_memory import PeakMemory
 from ghostexport.runtimes.cuda import Cuda
 from ghostexport.runtimes.diagnosis import explain
 from ghostexport.runtimes.gpu import Gpu, find_gpu
@@ -112,7 +113,7 @@ class NvInfer:
         started = time.perf_counter()
         parts = _plans(target, profiles, settings)
         facts: dict[str, Any] = {}
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, PeakMemory() as memory:
             for path, part in parts.items():
                 work = _Work(trt, self.title, graph, interface, network_name, settings, execution)
                 work.prepare(part)
@@ -142,6 +143,7 @@ class NvInfer:
                 "graph": os.path.relpath(graph, target.parent),
                 "network_name": network_name,
                 "opset": interface.opset,
+                "build_peak_bytes": memory.nbytes,
                 "kv_capacity": interface.capacity,
                 "graph_metadata": interface.metadata,
             },

@@ -13,6 +13,7 @@ from ghostexport.recipe import BuildSection, Execution
 from ghostexport.runfolder import require_space
 from ghostexport.runtimes import ort_weights
 from ghostexport.runtimes.base import Availability, EngineFile
+from ghostexport.runtimes.build_memory import PeakMemory
 from ghostexport.runtimes.interface import read_interface
 from ghostexport.runtimes.options import refuse_foreign
 from ghostexport.runtimes.ort_session import OrtSession
@@ -67,7 +68,10 @@ class OnnxRuntime:
         level = "extended" if chosen == ("cpu",) else "basic"
         execution.say(f"onnxruntime {ort.__version__}: {variant}, providers {', '.join(chosen)}, {level} optimisation")
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=engine.parent) as folder:
+        with (
+            tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=engine.parent) as folder,
+            PeakMemory() as memory,
+        ):
             optimised = _optimise(ort, graph, Path(folder), level)
             files = ort_weights.write_sharing(optimised, graph, engine)
         result = EngineFile(
@@ -87,7 +91,12 @@ class OnnxRuntime:
             graph_data_sha256={file.name: file_sha256(file) for file in interface.data_files},
             inputs=interface.inputs,
             outputs=interface.outputs,
-            extra={"optimisation": level, "opset": interface.opset, "graph_metadata": interface.metadata},
+            extra={
+                "optimisation": level,
+                "opset": interface.opset,
+                "build_peak_bytes": memory.nbytes,
+                "graph_metadata": interface.metadata,
+            },
         )
         write_sidecar(result)
         return result

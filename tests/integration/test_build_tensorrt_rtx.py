@@ -46,6 +46,7 @@ def test_a_ghost_engine_with_two_profiles(tmp_path):
     assert sidecar["profiles"]["decode"]["input_ids"] == [[1, 1], [1, 1], [2, 1]]
     assert sidecar["extra"]["operator_layers"] == ["ghost.0.matmul", "ghost.0.add"]
     assert sidecar["extra"]["network_name"].startswith("ghost|")
+    assert sidecar["extra"]["build_peak_bytes"] > engine.weight_bytes
     assert sidecar["flags"]["max_past"] == 31 and sidecar["extra"]["tf32"] is True
     assert [t["name"] for t in sidecar["inputs"]][:2] == ["input_ids", "attention_mask"]
     assert len(sidecar["inputs"]) == 3 + 4 and len(sidecar["outputs"]) == 1 + 4  # two blocks are left

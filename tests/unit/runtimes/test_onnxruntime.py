@@ -61,6 +61,7 @@ def test_timing_reports_seconds_and_the_longer_cache(tmp_path):
 
 def test_engines_of_two_variants_hold_the_models_weights_once(tmp_path):
     dense, ghost = (build(graph, tmp_path) for graph in (dense_graph(), variant_graph("ghost")))
+    assert dense.extra["build_peak_bytes"] > 0
     assert list(dense.sha256)[:2] == ["dense.onnx", "dense.onnx.data"]
     shared = tmp_path / "dense.onnx.data"
     assert shared.read_bytes() == dense_graph().with_name("dense.onnx.data").read_bytes()
