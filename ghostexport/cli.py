@@ -33,6 +33,9 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", help="Run folder 
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="Recipe file; flags override it.")]
 Device = Annotated[str, typer.Option(help="PyTorch device: auto, cpu, cuda, cuda:1.")]
 Plan = Annotated[str | None, typer.Option(help="Spans to remove: [[10, 17]] half-open, or a plan.json.")]
+TimingCache = Annotated[
+    Path | None, typer.Option("--timing-cache", help="TensorRT: file of kernel timings that builds read and extend.")
+]
 Compat = Annotated[str | None, typer.Option(help=f"All switches as a repository has them: {', '.join(COMPAT)}.")]
 
 
@@ -51,13 +54,15 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
 
             require_name(values["compat"], COMPAT, "repository")
             given = _merged(COMPAT[values["compat"]], given)
-        _run_to(goal, values["target"], values["output"], values["recipe"], given, values["device"])
+        how = {"device": values["device"], "timing_cache": values.get("timing_cache")}
+        _run_to(goal, values["target"], values["output"], values["recipe"], given, **how)
 
     own: dict[str, tuple[Any, Any]] = {"target": (Target, ...), "output": (Output, None)}
     own |= {"plan": (Plan, None)} if "select" in sections else {}
     own |= {"compat": (Compat, None)} if {"calibration", "select"} <= set(sections) else {}
     own |= {flag: (entry.annotation(flag), None) for flag, entry in flags.items()}
     own |= {"recipe": (RecipeFile, None), "device": (Device, "auto")}
+    own |= {"timing_cache": (TimingCache, None)} if goal == "build" else {}
     command.__annotations__ = {name: annotation for name, (annotation, _) in own.items()}
     command.__signature__ = python_inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -91,7 +96,7 @@ def surgery(
 ) -> None:
     """Cut blocks out of an exported graph and splice operators in (or run the surgery stage of a run folder)."""
     if not target.endswith(".onnx"):
-        _run_to("surgery", target, output, None, {}, "auto")
+        _run_to("surgery", target, output, None, {})
         return
     from ghostexport import show as screen
     from ghostexport.operators import load_operators
@@ -146,7 +151,7 @@ def swap(
 
     with screen.display() as callbacks:
         swapped = swap_operator(engine, operator, execution=Execution(**callbacks))
-    screen.print_run(swapped.path.with_name(f"{swapped.variant}.json"))
+    screen.print_run(swapped.sidecar)
 
 
 @app.command()
@@ -216,7 +221,7 @@ def doctor() -> None:
 
 
 def _run_to(
-    goal: str, target: str, output: Path | None, recipe_file: Path | None, flags: dict[str, Any], device: str
+    goal: str, target: str, output: Path | None, recipe_file: Path | None, flags: dict[str, Any], **how: Any
 ) -> None:
     from ghostexport import parallel, pipeline
     from ghostexport import show as screen
@@ -229,7 +234,7 @@ def _run_to(
             pipeline.run(recipe, own, Execution(device=device), goal=goal)
             return
         with screen.display() as callbacks:
-            pipeline.run(recipe, own, Execution(device=device, **callbacks), goal=goal)
+            pipeline.run(recipe, own, Execution(**how, **callbacks), goal=goal)
     screen.print_run(folder.path)
 
 

@@ -66,7 +66,8 @@ class EngineFile:
         graph_data_sha256: hash of every data file of the graph, by name.
         inputs, outputs: the graph's bindings in order: name, dtype and dims, a dim being an integer or its role
             (``batch``, ``tokens``, ``past``, ``total``).
-        extra: what only some runtimes have, such as trtexec lines; ``build_peak_bytes``: most host memory the build took.
+        extra: what only some runtimes have, such as trtexec lines; ``build_peak_bytes`` is the build's peak of host
+            memory.
     """
 
     path: Path
