@@ -229,9 +229,9 @@ def _run_to(
 
     recipe, folder = resolve(target, output, recipe_file, flags)
     with parallel.joined(folder, goal) as own:
-        device = parallel.own_device(device)
+        how = how | {"device": parallel.own_device(how.get("device", "auto"))}
         if not parallel.is_first():
-            pipeline.run(recipe, own, Execution(device=device), goal=goal)
+            pipeline.run(recipe, own, Execution(**how), goal=goal)
             return
         with screen.display() as callbacks:
             pipeline.run(recipe, own, Execution(**how, **callbacks), goal=goal)
