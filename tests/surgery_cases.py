@@ -81,6 +81,7 @@ FIXTURES: dict[str, Fixture] = {
     "genai-llama-fp32": Fixture("llama", "genai fp32", standard=False),
     "genai-llama-fp16": Fixture("llama", "genai fp16", "float16", standard=False, tolerance=2e-2),
     "genai-llama-int4": Fixture("llama", "genai int4", standard=False),
+    "edge-llm-llama": Fixture("llama", "edge-llm", "float16", standard=False, tolerance=2e-2),
     "torch-llama-no-cache": Fixture("llama", "torch"),
 }
 

@@ -4,9 +4,11 @@
     python tools/regenerate_graphs.py NAME ...             only these fixtures
     python tools/regenerate_graphs.py --text               only the text graphs, from the fixtures at hand
     OPTIMUM_PYTHON=/venv/bin/python python tools/...       where optimum-onnx is installed (it pins an old transformers)
+    EDGE_LLM=FOLDER python tools/...                       FOLDER: from `pip install --no-deps --target FOLDER
+                                                           tensorrt-edgellm` (its own pins are other versions)
 
 Pinned producers: transformers 5.24.0 + torch 2.13.0, optimum-onnx 0.1.0 + transformers 4.57.6,
-onnxruntime-genai 0.18.0.
+onnxruntime-genai 0.18.0, tensorrt-edgellm 0.11.0 on the transformers and torch above.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import onnx_ir as ir  # noqa: E402
 import torch  # noqa: E402
 
+from ghostexport.exporters.transformers import sample_inputs  # noqa: E402
 from ghostexport.surgery.canonical import strip_metadata  # noqa: E402
 from tests.golden.regenerate import write_golden  # noqa: E402
 from tests.surgery_cases import FIXTURES, fixture_model  # noqa: E402
@@ -71,8 +74,19 @@ def transformers(name: str, way: str, folder: Path) -> ir.Model:
     from ghostexport.exporters import export_model
 
     model = fixture_model(name)
+    if way.startswith("ort_fusions="):
+        return fused_for_onnxruntime(model, way.removeprefix("ort_fusions="))
     export_model(model, folder / "model.onnx", opset=23 if way == "opset 23" else 20)
     return ir.load(folder / "model.onnx")
+
+
+def fused_for_onnxruntime(model: Any, provider: str) -> ir.Model:
+    """As transformers' exporter hands it out, with its own names: only the fusions are asked for."""
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    config = OnnxConfig(dynamic=True, opset_version=20, ort_fusions=provider)
+    program: ir.Model = OnnxExporter().export(model, sample_inputs(model), config=config).program
+    return program
 
 
 def optimum(name: str, way: str, folder: Path) -> ir.Model:
@@ -95,6 +109,23 @@ def genai(name: str, way: str, folder: Path) -> ir.Model:
         [*command, "-o", str(folder / "onnx"), "-p", way, "-e", provider, "-c", str(folder / "cache"), *extra],
         check=True,
     )
+    return ir.load(folder / "onnx" / "model.onnx")
+
+
+def edge_llm(name: str, way: str, folder: Path) -> ir.Model:
+    """TensorRT Edge-LLM's checkpoint exporter, float16; it runs without a GPU and writes the embedding elsewhere."""
+    package = os.environ.get("EDGE_LLM")
+    if package is None:
+        sys.exit("set EDGE_LLM to the folder that holds the package tensorrt_edgellm")
+    checkpoint = folder / "checkpoint"
+    save_checkpoint(fixture_model(name), checkpoint)
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+    script = (
+        "import sys; from tensorrt_edgellm import AutoModel, export_onnx; "
+        "export_onnx(AutoModel.from_pretrained(sys.argv[1]), sys.argv[2], model_dir=sys.argv[1])"
+    )
+    command = [sys.executable, "-c", script, str(checkpoint), str(folder / "onnx" / "model.onnx")]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": package})
     return ir.load(folder / "onnx" / "model.onnx")
 
 
@@ -139,7 +170,13 @@ def save_checkpoint(model: Any, folder: Path) -> None:
     )
 
 
-EXPORTERS = {"transformers": transformers, "optimum": optimum, "genai": genai, "torch": torch_dynamo}
+EXPORTERS = {
+    "transformers": transformers,
+    "optimum": optimum,
+    "genai": genai,
+    "edge-llm": edge_llm,
+    "torch": torch_dynamo,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

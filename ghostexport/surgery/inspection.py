@@ -97,7 +97,7 @@ def producer(model: ir.Model) -> str:
     """Who made the graph: ``transformers``, ``optimum``, ``genai``, ``edge-llm``, ``torch`` or what the file says."""
     domains = {node.domain for node in model.graph.all_nodes()}
     names = [value.name or "" for value in model.graph.inputs]
-    if "trt" in domains:
+    if domains & {"trt", "trt_edgellm"}:
         return "edge-llm"
     if model.producer_name == "onnxruntime-genai":
         return "genai"

@@ -18,6 +18,7 @@ GOLDEN = {
     "transformers": "transformers-llama",
     "optimum": "optimum-llama",
     "genai": "genai-llama-fp32",
+    "edge-llm": "edge-llm-llama",
     "torch": "torch-llama-no-cache",
 }
 PLAN = PrunePlan.from_spans(6, [(1, 2), (3, 5)])
