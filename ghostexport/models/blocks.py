@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ghostexport.errors import ModelLayoutError
+from ghostexport.errors import CalibrationError, ModelLayoutError
 
 #: Earlier positions may differ by rounding when a later token changes (batched kernels), but not by more.
 CAUSAL_TOLERANCE = 1e-3
@@ -113,6 +113,11 @@ def _require_residual(model: Any, seen: list[tuple[torch.Tensor, torch.Tensor]],
                 f"Block {index} of {name} maps {tuple(entered.shape)} to {tuple(left.shape)}; a residual block maps "
                 f"(B, T, {width}) to itself.",
                 _REMEDY,
+            )
+        if not bool(torch.isfinite(left).all()):
+            raise CalibrationError(
+                f"Block {index} of {name} makes NaN or infinity in {left.dtype}: its output is not finite.",
+                "Use --dtype bfloat16 or float32, and check the model's weights.",
             )
         if index and not torch.equal(seen[index - 1][1], entered):
             raise ModelLayoutError(f"Block {index} of {name} does not read the output of block {index - 1}.", _REMEDY)
