@@ -3,6 +3,7 @@
 Known producers (in -> out, one pair per block ``N``)::
 
     transformers   past_key_values.layers.N.keys | .values     cache.layers.N.keys | .values
+                   input.cache.layers.N.keys | .values         output.cache.layers.N.keys | .values
     optimum        past_key_values.N.key | .value              present.N.key | .value
     genai          past_key_values.N.key | .value              present.N.key | .value
     edge-llm       past_key_values_N                           present_key_values_N
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _INPUT = (
-    re.compile(r"^(past_key_values\.layers\.)(\d+)\.(keys|values)$"),
+    re.compile(r"^(past_key_values\.layers\.|input\.(?:cache|past_key_values)\.layers\.)(\d+)\.(keys|values)$"),
     re.compile(r"^(past_key_values\.)(\d+)\.(key|value|decoder\.key|decoder\.value)$"),
     re.compile(r"^(past_key_values_)(\d+)()$"),
     re.compile(r"^(past_|past_key_values_|k_cache_|v_cache_)?(?:key_cache_|value_cache_)(\d+)()$"),
@@ -24,7 +25,7 @@ _INPUT = (
     re.compile(r"^(kv_cache\.)(\d+)\.(k|v|key|value)$"),
 )
 _OUTPUT = (
-    re.compile(r"^(cache\.layers\.|past_key_values\.layers\.)(\d+)\.(keys|values)$"),
+    re.compile(r"^((?:output\.)?(?:cache|past_key_values)\.layers\.)(\d+)\.(keys|values)$"),
     re.compile(r"^(present(?:_key_values)?\.)(\d+)\.(key|value|decoder\.key|decoder\.value)$"),
     re.compile(r"^(present_key_values_)(\d+)()$"),
     re.compile(r"^(present_)?(?:key_cache_|value_cache_)(\d+)()$"),

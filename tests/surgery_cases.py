@@ -77,6 +77,7 @@ FIXTURES: dict[str, Fixture] = {
     "transformers-gemma3": Fixture("gemma3", "transformers"),
     "transformers-gpt-neox": Fixture("gpt-neox", "transformers"),
     "transformers-phi": Fixture("phi", "transformers"),
+    "transformers-llama-ort-fused": Fixture("llama", "transformers ort_fusions=cuda", standard=False),
     "optimum-llama": Fixture("llama", "optimum"),
     "genai-llama-fp32": Fixture("llama", "genai fp32", standard=False),
     "genai-llama-fp16": Fixture("llama", "genai fp16", "float16", standard=False, tolerance=2e-2),

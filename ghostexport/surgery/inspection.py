@@ -101,7 +101,7 @@ def producer(model: ir.Model) -> str:
         return "edge-llm"
     if model.producer_name == "onnxruntime-genai":
         return "genai"
-    if any(name.startswith("past_key_values.layers.") for name in names):
+    if any(name.startswith(("past_key_values.layers.", "input.cache.layers.")) for name in names):
         return "transformers"
     if model.producer_name == "pytorch":
         return "optimum" if any((node.name or "").startswith("/") for node in model.graph) else "torch"
