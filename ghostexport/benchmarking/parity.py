@@ -14,13 +14,14 @@ from ghostexport.verification import TOLERANCES, GraphRun
 PROMPT = 12
 
 
-def engine_difference(load: Callable[[], Session], graph: Path, seed: int) -> float:
+def engine_difference(load: Callable[[], Session], graph: Path, seed: int, prompt: int = PROMPT) -> float:
     """Largest error of the engine's logits over the standard deviation of the graph's: one prefill, one decode step.
 
     Args:
         load: opens the engine.
         graph: the ONNX file it was built from, float32 or float16.
         seed: of the token ids.
+        prompt: tokens of the prefill.
 
     Raises:
         RuntimeUnavailableError: ONNX Runtime cannot run the graph.
@@ -28,10 +29,10 @@ def engine_difference(load: Callable[[], Session], graph: Path, seed: int) -> fl
     reference = GraphRun(graph)
     session = load()
     try:
-        ids = np.random.default_rng(seed).integers(3, 100, (1, PROMPT + 1))
+        ids = np.random.default_rng(seed).integers(3, 100, (1, prompt + 1))
         cache, past = session.new_cache(1), reference.empty_cache(1)
         worst = 0.0
-        for start, stop in ((0, PROMPT), (PROMPT, PROMPT + 1)):
+        for start, stop in ((0, prompt), (prompt, prompt + 1)):
             logits, cache = session.forward(ids[:, start:stop], cache)
             outputs = reference.run(ids[:, start:stop], past, np.ones((1, stop), np.int64))
             past = {name: outputs[present] for name, present in reference.kv}
@@ -42,7 +43,9 @@ def engine_difference(load: Callable[[], Session], graph: Path, seed: int) -> fl
     return worst
 
 
-def engine_agrees(load: Callable[[], Session], graph: Path, runtime: str, dtype: str, seed: int) -> tuple[bool, str]:
+def engine_agrees(
+    load: Callable[[], Session], graph: Path, runtime: str, dtype: str, seed: int, prompt: int = PROMPT
+) -> tuple[bool, str]:
     """Whether an engine is within tolerance of its graph, and a sentence about it.
 
     TensorRT multiplies float32 in TF32, whose mantissa is float16's: there float16's tolerance applies to both.
@@ -51,7 +54,7 @@ def engine_agrees(load: Callable[[], Session], graph: Path, runtime: str, dtype:
         return True, f"not compared: ONNX Runtime has no {dtype} kernels on the CPU"
     tolerance = TOLERANCES[dtype if runtime == "onnxruntime" else "float16"].relative
     try:
-        worst = engine_difference(load, graph, seed)
+        worst = engine_difference(load, graph, seed, prompt)
     except RuntimeUnavailableError as error:
         return True, f"not compared: {error.message}"
     agrees = worst <= tolerance  # NaN does not

@@ -13,7 +13,7 @@ from ghostexport.benchmarking.benchmark import bench
 from ghostexport.benchmarking.facts import read_facts
 from ghostexport.benchmarking.ideal import VariantFacts
 from ghostexport.benchmarking.measuring import Loaders
-from ghostexport.benchmarking.parity import engine_agrees
+from ghostexport.benchmarking.parity import PROMPT, engine_agrees
 from ghostexport.benchmarking.quality import engine_quality
 from ghostexport.benchmarking.report import write_report
 from ghostexport.benchmarking.table import live_rows, summary_cells
@@ -136,7 +136,8 @@ def _parity(folder: RunFolder, recipe: Recipe, runtime: str, loaders: Loaders, e
     for done, (variant, load) in enumerate(loaders.items()):
         execution.progress("bench: parity", done, len(loaders))
         graph = folder.graph_path(variant)
-        agrees, sentence = engine_agrees(load, graph, runtime, recipe.model.dtype, recipe.bench.seed)
+        prompt = min(PROMPT, recipe.build.max_tokens)
+        agrees, sentence = engine_agrees(load, graph, runtime, recipe.model.dtype, recipe.bench.seed, prompt)
         execution.say(f"parity of {variant} on {runtime}: {sentence}")
         agreed[variant] = agrees and bool(reports.get(variant, {}).get("passed", False))
     execution.progress("bench: parity", len(loaders), len(loaders))
