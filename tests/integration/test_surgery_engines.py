@@ -12,7 +12,7 @@ from ghostexport.surgery import operate
 from tests.surgery_cases import FIXTURES, dense_operators, plan_of
 
 FOLDER = Path(__file__).parent.parent / "fixtures"
-STANDARD = [name for name, fixture in FIXTURES.items() if fixture.standard and fixture.producer != "torch"]
+STANDARD = [name for name, fixture in FIXTURES.items() if fixture.standard]
 
 
 @pytest.mark.slow
@@ -26,5 +26,6 @@ def test_a_cut_and_spliced_graph_builds(name: str, tmp_path: Path) -> None:
     operate(FOLDER / name / "model.onnx", plan, dense_operators(plan, 32), graph)
     settings = BuildSection()
     engine = runtime.build(graph, tmp_path / "ghost", "ghost", settings, Execution())
-    assert len([i for i in engine.inputs if "past" in i.name]) == 2 * len(plan.kept)
+    cached = FIXTURES[name].producer != "torch"  # torch's own export has no cache
+    assert len([i for i in engine.inputs if "past" in i.name]) == (2 * len(plan.kept) if cached else 0)
     assert len(engine.profiles) == 2
