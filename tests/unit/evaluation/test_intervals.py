@@ -10,7 +10,9 @@ from ghostexport.evaluation.intervals import differences, paired_mean, resampled
 
 
 def windows(losses, tokens=100):
-    return [WindowSums(nll=float(v) * tokens, kl=0.1 * v * tokens, agree=50, tokens=tokens, compared=tokens) for v in losses]  # fmt: skip
+    return [
+        WindowSums(nll=float(v) * tokens, kl=0.1 * v * tokens, agree=50, tokens=tokens, compared=tokens) for v in losses
+    ]
 
 
 def test_a_constant_difference_has_no_width_however_different_the_sequences():
