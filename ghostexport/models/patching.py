@@ -26,7 +26,6 @@ class BoundaryModule(nn.Module):
 
     def __init__(self, operator: Operator, like: torch.Tensor) -> None:
         super().__init__()
-        self.dtype = like.dtype
         factors = operator.factors or (None, None)
         self.delta = _parameter(operator.delta, like)
         self.factor_u = _parameter(factors[0], like)
@@ -40,7 +39,7 @@ class BoundaryModule(nn.Module):
     def change(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ M (+ b)``, what the operator adds to ``x``."""
         change: torch.Tensor | None = None
-        z = x.to(self.dtype)
+        z = x.to(next(self.parameters()).dtype)
         if self.delta is not None:
             change = z @ self.delta
         elif self.factor_u is not None and self.factor_v is not None:
@@ -54,7 +53,7 @@ class BoundaryModule(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.network is not None:
             W1, b1, W2, b2 = self.network
-            y: torch.Tensor = torch.relu(x.to(self.dtype) @ W1 + b1) @ W2 + b2
+            y: torch.Tensor = torch.relu(x.to(W1.dtype) @ W1 + b1) @ W2 + b2
             return y.to(x.dtype)
         return x + self.change(x)
 

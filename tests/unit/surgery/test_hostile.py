@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from ghostexport.errors import SurgeryError
+from ghostexport.errors import RunFolderError, SurgeryError
 from ghostexport.plan import PrunePlan
 from ghostexport.surgery import operate
 from tests.unit.surgery.toy import Toy, build, save
@@ -133,7 +133,8 @@ def test_data_of_another_model_is_not_overwritten(tmp_path: Path) -> None:
     source = save(Toy(), tmp_path / "dense.onnx")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "dense.onnx.data").write_bytes(b"precious")
-    with pytest.raises(Exception, match="exists and is not"):
-        operate(source, PLAN, None, tmp_path / "out" / "x.onnx")
-    assert (tmp_path / "out" / "dense.onnx.data").read_bytes() == b"precious"
+    with pytest.raises(RunFolderError, match="exists and is not"):
+        operate(source, PrunePlan(PLAN.num_blocks), None, tmp_path / "out" / "x.onnx")
     assert not (tmp_path / "out" / "x.onnx").exists()
+    operate(source, PLAN, None, tmp_path / "out" / "x.onnx")  # its own data file has another name
+    assert (tmp_path / "out" / "dense.onnx.data").read_bytes() == b"precious"
