@@ -38,8 +38,12 @@ def display() -> Iterator[dict[str, Any]]:
             tasks[task] = bars.add_task(task, total=total)
         bars.update(tasks[task], completed=done, total=total, visible=total is None or done < total)
 
+    said: set[str] = set()
+
     def say(line: str) -> None:
-        _err.print(line, soft_wrap=True)
+        if line not in said:  # an engine is opened for its parity, its quality and its speed
+            said.add(line)
+            _err.print(line, soft_wrap=True)
 
     if not _err.is_terminal:
         yield {"progress": update, "say": say}
