@@ -122,11 +122,13 @@ def _variant_facts(folder: RunFolder, variant: str) -> dict[str, str]:
 
 
 def _table(rows: list[dict[str, str]]) -> Table:
-    table = Table()
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=column == "variant")
-    for row in rows:
-        table.add_row(*row.values())
+    """One column per variant: figures are many, variants few, and terminals narrow."""
+    table = Table("", *(row["variant"] for row in rows))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for figure in rows[0]:
+        if figure != "variant":
+            table.add_row(figure, *(row[figure] for row in rows))
     return table
 
 
