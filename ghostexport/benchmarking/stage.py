@@ -20,6 +20,7 @@ from ghostexport.benchmarking.table import live_rows, summary_cells
 from ghostexport.calibration import load as load_calibration
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.models import resolve_source
+from ghostexport.pipeline import read_plan
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution, Recipe
 from ghostexport.runfolder import RunFolder, write_json
@@ -34,7 +35,7 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
         RuntimeUnavailableError: none of the recipe's runtimes can run on this machine.
         RunFolderError: an artefact is missing or was edited.
     """
-    plan = PrunePlan.from_json(json.loads(folder.require(folder.plan_path, "select").read_text(encoding="utf-8")))
+    plan = read_plan(folder)
     heads = _query_heads(recipe, execution)
     facts = {v: _facts(folder, plan, v, heads) for v in recipe.variants}
     usable, reasons = _usable(recipe)
