@@ -180,19 +180,32 @@ class TokenSample:
 
     def __post_init__(self) -> None:
         self.stride = max(1, -(-self.total // self.limit))
-        self._seen = 0
-        self.kept: list[tuple[torch.Tensor, ...]] = []
+        self._seen = self._count = 0
+        self._columns: list[torch.Tensor] = []
 
     def add(self, x: torch.Tensor, post: torch.Tensor, *others: torch.Tensor) -> None:
         """Offers tokens ``[n, C]`` before and after, and whatever else is known of them ``[n, ...]``."""
-        rows = slice(-self._seen % self.stride, None, self.stride)
+        chosen = [values[-self._seen % self.stride :: self.stride] for values in (x, post, *others)]
         self._seen += len(x)
-        # Copied: a view would keep the whole batch alive.
-        self.kept.append(tuple(values[rows].to("cpu", torch.float32, copy=True) for values in (x, post, *others)))
+        if not self._columns:  # once: small tensors kept between large passing ones would fragment the heap
+            rows = -(-self.total // self.stride)
+            self._columns = [torch.empty(rows, *values.shape[1:], dtype=torch.float32) for values in chosen]
+        for column, values in zip(self._columns, chosen, strict=True):
+            column[self._count : self._count + len(values)] = values
+        self._count += len(chosen[0])
+
+    @property
+    def columns(self) -> list[torch.Tensor]:
+        """The kept tokens ``[n, ...]`` of every argument of :meth:`add`; setting them replaces the sample."""
+        return [column[: self._count] for column in self._columns]
+
+    @columns.setter
+    def columns(self, columns: list[torch.Tensor]) -> None:
+        self._columns, self._count = columns, len(columns[0]) if columns else 0
 
     def column(self, index: int) -> torch.Tensor:
         """The kept tokens ``[n, ...]`` of the ``index``-th argument of :meth:`add`."""
-        return torch.cat([values[index] for values in self.kept])
+        return self.columns[index]
 
     @property
     def pre(self) -> torch.Tensor:

@@ -53,6 +53,6 @@ def add_up(sums: Sequence[BoundaryMoments | MagnitudeRatios], samples: Sequence[
             distributed.all_reduce(total)
             setattr(item, name, total if is_tensor else type(value)(total.item()))
     for sample in samples:
-        parts: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(distributed.get_world_size())]
-        distributed.all_gather_object(parts, sample.kept)
-        sample.kept = [values for part in parts for values in part]
+        parts: list[list[torch.Tensor]] = [[] for _ in range(distributed.get_world_size())]
+        distributed.all_gather_object(parts, sample.columns)
+        sample.columns = [torch.cat(column) for column in zip(*parts, strict=True)]

@@ -93,7 +93,7 @@ def test_token_sample_is_evenly_spread_and_bounded(data):
 def test_token_sample_does_not_hold_on_to_the_batches():
     sample = TokenSample(1000, limit=10)
     sample.add(torch.zeros(1000, C), torch.zeros(1000, C))
-    assert sum(values.untyped_storage().nbytes() for part in sample.kept for values in part) == 2 * 10 * C * 4
+    assert sum(values.untyped_storage().nbytes() for values in sample.columns) == 2 * 10 * C * 4
 
 
 def test_activations_are_guarded():
