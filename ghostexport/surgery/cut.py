@@ -4,7 +4,7 @@ With ``x`` the residual value that enters the span and ``y`` the one that leaves
 
     plain stream        uses of y  ->  x, or Add(x, branch) with an operator
     fused skip-norm     SkipNorm(res, mlp) that sums y  ->  SkipNorm(res_x, mlp_x), or SkipNorm(x, branch)
-                        (the fused node performs the "I +" itself)
+                        (the fused node performs the "I +" itself, and adds the operator's bias)
     embedding before a fused skip-norm, no operator: the fused node becomes the plain norm of x
 """
 
@@ -61,13 +61,13 @@ def cut(
         return CutResult((*mid.consumers, *bare.consumers), (*mid.nodes_added, *bare.nodes_added), mid.weights)
     if active and operator is not None:
         x, made = materialise(boundary.index, start)
-        splice = build_branch(operator, x, stream, dtype)
+        splice = build_branch(operator, x, stream, dtype, bias_apart=end.is_fused and stream == dtype)
         added = [*made, *splice.nodes]
         graph.insert_before(end.node, added)
         whole = operator.network is not None  # the result is the new stream, not a change of it
         start = ResidualPoint(start.node, splice.branch if whole else x)
         branch = None if whole else splice.branch
-    result = _bypass(graph, boundary.index, start, end, branch)
+    result = _bypass(graph, boundary.index, start, end, branch, splice.bias if splice else None)
     names = tuple(node.name or "" for node in added)
     return CutResult(result.consumers, (*names, *result.nodes_added), tuple(splice.weights) if splice else ())
 
@@ -86,7 +86,14 @@ def materialise(b: int, point: ResidualPoint) -> tuple[ir.Value, list[ir.Node]]:
     return total, nodes
 
 
-def _bypass(graph: ir.Graph, b: int, start: ResidualPoint, end: ResidualPoint, branch: ir.Value | None) -> CutResult:
+def _bypass(
+    graph: ir.Graph,
+    b: int,
+    start: ResidualPoint,
+    end: ResidualPoint,
+    branch: ir.Value | None,
+    bias: ir.Value | None = None,
+) -> CutResult:
     assert end.node is not None
     if not end.is_fused:
         assert end.value is not None
@@ -109,7 +116,8 @@ def _bypass(graph: ir.Graph, b: int, start: ResidualPoint, end: ResidualPoint, b
         if end.value is not None:
             end.value.replace_all_uses_with(start.value)
         return CutResult(_names(use.node for use in uses), (plain.name or "",), ())
-    _set_addends(node, start.addends if branch is None else (start.value, branch))
+    change = (branch,) if bias is None else (branch, bias)
+    _set_addends(node, start.addends if branch is None else (start.value, *change))
     return CutResult((node.name or "",), (), ())
 
 

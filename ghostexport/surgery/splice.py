@@ -35,16 +35,20 @@ class Splice:
 
     Attributes:
         branch: value of ``x @ M (+ b)``, in the stream's dtype.
+        bias: ``b`` where it was asked to stay apart.
         nodes: in topological order.
         weights: new initializers.
     """
 
     branch: ir.Value
+    bias: ir.Value | None = None
     nodes: list[ir.Node] = field(default_factory=list)
     weights: list[ir.Value] = field(default_factory=list)
 
 
-def build_branch(operator: Operator, x: ir.Value, stream: ir.DataType, dtype: ir.DataType) -> Splice:
+def build_branch(
+    operator: Operator, x: ir.Value, stream: ir.DataType, dtype: ir.DataType, bias_apart: bool = False
+) -> Splice:
     """Builds ``x @ M (+ b)`` for ``x`` ``(B, T, C)`` or token-major ``(N, C)``; the caller adds ``x``.
 
     A network ``relu(x W1 + b1) W2 + b2`` is the whole result: the caller adds nothing.
@@ -52,6 +56,7 @@ def build_branch(operator: Operator, x: ir.Value, stream: ir.DataType, dtype: ir
     Args:
         stream: dtype of ``x``.
         dtype: dtype of the operator's weights and products.
+        bias_apart: whoever adds the branch to ``x`` adds ``b`` in the same node.
 
     Raises:
         RecoveryError: a weight overflows in ``dtype``.
@@ -71,10 +76,12 @@ def build_branch(operator: Operator, x: ir.Value, stream: ir.DataType, dtype: ir
         maker.apply("Mul", "mul", "diagonal", operator.diagonal)
     elif operator.network is not None:
         maker.network(operator.network)
-    if operator.bias is not None and linear:
+    if operator.bias is not None and linear and bias_apart:
+        maker.splice.bias = maker.constant("bias", operator.bias)
+    elif operator.bias is not None and linear:
         maker.apply("Add", "add_bias", "bias", operator.bias)
     elif operator.bias is not None:
-        maker.only("bias", operator.bias)
+        maker.splice.branch = maker.constant("bias", operator.bias)
     if stream != dtype:
         maker.cast("cast_out", stream)
     return maker.splice
@@ -116,14 +123,13 @@ class _Maker:
         self.splice = splice
 
     def apply(self, op: str, name: str, weight_name: str, array: FloatArray) -> None:
-        value = weight(f"{self.prefix}.{weight_name}", array, self.dtype)
-        self.splice.weights.append(value)
+        value = self.constant(weight_name, array)
         self._append(ir.Node("", op, [self.splice.branch, value], name=f"{self.prefix}.{name}"), array.shape[-1])
 
-    def only(self, weight_name: str, array: FloatArray) -> None:
+    def constant(self, weight_name: str, array: FloatArray) -> ir.Value:
         value = weight(f"{self.prefix}.{weight_name}", array, self.dtype)
         self.splice.weights.append(value)
-        self.splice.branch = value
+        return value
 
     def network(self, arrays: tuple[FloatArray, FloatArray, FloatArray, FloatArray]) -> None:
         W1, b1, W2, b2 = arrays

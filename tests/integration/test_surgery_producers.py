@@ -111,3 +111,13 @@ def test_int4_takes_a_float_operator(tmp_path: Path) -> None:
         assert value.const_value.tobytes() == original.tobytes()
     delta = after.graph.initializers["ghost.0.delta"].const_value
     assert delta is not None and np.array_equal(delta.numpy(), operators.operators[0].delta)
+
+
+@pytest.mark.parametrize("spans", ["middle", "last"])
+def test_a_fused_sum_adds_the_bias_itself(spans: str, tmp_path: Path) -> None:
+    source, plan = FOLDER / "genai-llama-fp32" / "model.onnx", plan_of(spans)
+    added = []
+    for bias in (False, True):
+        report = operate(source, plan, dense_operators(plan, 32, bias=bias), tmp_path / f"{bias}.onnx")
+        added.append([name for boundary in report.boundaries for name in boundary.nodes_added])
+    assert added[0] == added[1]
