@@ -1,10 +1,11 @@
 """SmolLM2-135M, n = 5, 7, 11: dense / pruned / linearpatch-rotate / ghost on ONNX Runtime, fp32, this CPU.
 
     python benchmarks/bench_smollm2.py --work RUNS [--prune 5 7 11] [--source smollm2] [--sequences 32] [--length 512]
+    python benchmarks/bench_smollm2.py --work RUNS --prune 7 --name smollm2-kinds --operators ghost ghost-weighted ...
 
 Runs the pipeline once per depth into ``RUNS/n<depth>`` (finished stages are kept), then writes per depth the bench
-JSON, ``eval.json``, the recipe and the report into ``benchmarks/results/smollm2-n<depth>/``, and the sweep over depths
-into ``benchmarks/results/smollm2-sweep.json`` and ``.html``. Run it on a quiet machine: the report flags other load.
+JSON, ``eval.json``, the recipe and the report into ``benchmarks/results/NAME-n<depth>/``, and the sweep over depths
+into ``benchmarks/results/NAME-sweep.json`` and ``.html``. Run it on a quiet machine: the report flags other load.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where the run folders go (1.5 GB per depth)")
     parser.add_argument("--prune", type=int, nargs="+", default=[5, 7, 11])
     parser.add_argument("--source", default="smollm2", help="model: smollm2, or a local folder of it")
+    parser.add_argument("--name", default="smollm2", help="of the results")
+    parser.add_argument("--operators", nargs="+", default=["ghost", "linearpatch-rotate"])
     parser.add_argument("--calibration", default="demo")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=BENCH["repeats"])
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    name = Path(arguments.source).name
     folders = []
     for depth in arguments.prune:
         folder = RunFolder(arguments.work / f"n{depth}")
@@ -46,6 +48,7 @@ def main() -> None:
                 "model": {"source": arguments.source},
                 "calibration": calibration,
                 "select": {"prune": depth},
+                "recover": {"operators": arguments.operators},
                 "build": {"runtimes": ["onnxruntime"], "providers": ["cpu"]},
                 "bench": BENCH | {"repeats": arguments.repeats},
             }
@@ -55,10 +58,12 @@ def main() -> None:
             folder.adopt(stage, RunFolder(arguments.work / f"n{arguments.prune[0]}"))
         run(recipe, folder, Execution(device="cpu", say=print), goal="bench")
         folders.append(folder.path)
-        publish(folder.path, arguments.results / f"{name}-n{depth}")
+        publish(folder.path, arguments.results / f"{arguments.name}-n{depth}")
+    if len(folders) == 1:
+        return
     sweep = collect(folders)
-    write_json(arguments.results / f"{name}-sweep.json", sweep.to_json())
-    write_bytes(arguments.results / f"{name}-sweep.html", render_sweep(sweep).encode())
+    write_json(arguments.results / f"{arguments.name}-sweep.json", sweep.to_json())
+    write_bytes(arguments.results / f"{arguments.name}-sweep.html", render_sweep(sweep).encode())
     for depth, cells in sweep.table():
         print(f"n = {depth}: " + ", ".join(f"{v} {c}" for v, c in zip(sweep.variants, cells, strict=True)))
 
