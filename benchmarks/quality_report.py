@@ -1,15 +1,18 @@
-"""Table, figure and JSON of the measured cells of ``quality.py``."""
+"""JSON, tables and figures of the measured cells of ``quality.py``."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quality_figures import draw_criteria, draw_depths
 
+from ghostexport.evaluation.tasks import compare, summarise
 from ghostexport.runfolder import write_bytes, write_json
 
 #: Geometric means: over the demo texts, and over prose alone (code and presidential messages are never calibrated on).
@@ -21,132 +24,255 @@ RESAMPLES = 4000
 Cell = dict[str, Any]
 
 
-def render(work: Path, results: Path) -> None:
-    """Writes ``quality.json``, ``quality.md`` and, with two depths or more, ``quality.png``."""
-    cells = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(work.glob("*.json"))]
-    dense = [cell for cell in cells if cell.get("repair") == "dense"]
+def cell_name(plan: Mapping[str, Any], size: int, repair: str) -> str:
+    spans = "+".join(f"{start}-{stop}" for start, stop in plan["removed"])
+    return f"{spans}-{size}-{repair}"
+
+
+def render(work: Path, results: Path, size: int, operators: Sequence[str]) -> None:
+    """Writes ``quality.json``, ``quality.md``, ``quality.png`` and ``quality_criteria.png``."""
+    cells = [read(path) for path in sorted(work.glob("text-*.json"))]
+    dense = next(cell for cell in cells if cell["repair"] == "dense")
     cells = [cell for cell in cells if "size" in cell]
-    groups = sorted({(cell["prune"], cell["criterion"], cell["size"]) for cell in cells})
-    rows = [row for group in groups for row in compared([c for c in cells if key(c) == group])]
-    versions = {name: cells[0][name] for name in ("device", "torch", "transformers")} if cells else {}
-    recipe = {"source": "SmolLM2-135M (de-quantised)", "length": 512, "averaged": AVERAGED, "groups": groups}
-    recipe_sha256 = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    dense_row = {d: perplexity(cell["losses"][d]) for cell in dense[:1] for d in cell["losses"]}
-    result = versions | {"recipe": recipe, "recipe_sha256": recipe_sha256, "dense": dense_row, "rows": rows}
+    plans = [read(path) for path in sorted(work.glob("plan-*.json"))]
+    answers = {path.stem.removeprefix("tasks-"): read(path) for path in sorted(work.glob("tasks-*.json"))}
+    recipe = {
+        "source": "SmolLM2-135M (de-quantised)",
+        "windows": len(dense["losses"]["wiki"]),
+        "window_tokens": PREDICTED + 1,
+        "calibration_sequences": size,
+        "averaged": AVERAGED,
+        "plans": sorted({(plan["criterion"], *map(tuple, plan["removed"])) for plan in plans}),
+        "cells": sorted(cell_name(cell, cell["size"], cell["repair"]) for cell in cells),
+    }
+    result = {name: dense[name] for name in ("device", "torch", "transformers")} | {
+        "recipe": recipe,
+        "recipe_sha256": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest(),
+        "dense": {d: perplexity(v) for d, v in dense["losses"].items()} | {"geometric_mean": geometric_mean(dense)},
+        "rows": rows(cells, plans, size),
+        "tasks": task_rows(answers, plans, size),
+        "samples": {name: cell["sample"] for name, cell in answers.items()},
+    }
     results.mkdir(parents=True, exist_ok=True)
     write_json(results / "quality.json", result)
-    write_bytes(results / "quality.md", markdown(result).encode())
-    if len({row["prune"] for row in rows}) > 1:
-        figure(result, results / "quality.png")
+    write_bytes(results / "quality.md", markdown(result, size, operators).encode())
+    draw_depths(result, size, results / "quality.png")
+    draw_criteria(result, size, results / "quality_criteria.png")
 
 
-def key(cell: Cell) -> tuple[int, str, int]:
-    return cell["prune"], cell["criterion"], cell["size"]
+def read(path: Path) -> Cell:
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def perplexity(losses: list[float]) -> float:
-    return math.exp(sum(losses) / (PREDICTED * len(losses)))
+def perplexity(losses: Sequence[float]) -> float:
+    return round(math.exp(sum(losses) / (PREDICTED * len(losses))), 2)
 
 
-def compared(cells: list[Cell]) -> list[Cell]:
-    """One row per repair of a plan: perplexities, their geometric mean, and the paired ratio to ghost."""
-    ghost = next((cell for cell in cells if cell["repair"] == "ghost"), None)
-    rows = []
-    for cell in cells:
-        row = {name: cell[name] for name in ("prune", "criterion", "size", "repair", "removed", "seconds")}
-        row["windows"] = cell["windows"]
-        row |= {domain: round(perplexity(losses), 2) for domain, losses in cell["losses"].items()}
-        row["geometric_mean"] = round(math.exp(mean_log(cell, AVERAGED)), 2)
-        row["geometric_mean_prose"] = round(math.exp(mean_log(cell, PROSE)), 2)
-        row["relative_error_held_out"] = [fit.get("relative_error_held_out") for fit in cell["fit"]]
-        row["nmse_held_out"] = [fit.get("nmse_held_out") for fit in cell["fit"]]
-        if ghost is not None:
-            row["ratio_to_ghost"] = ratio(cell, ghost, AVERAGED)
-            row["ratio_to_ghost_prose"] = ratio(cell, ghost, PROSE)
-        rows.append(row)
-    return sorted(rows, key=lambda row: -row["geometric_mean"])
+def geometric_mean(cell: Cell, domains: Sequence[str] = AVERAGED) -> float:
+    return round(math.exp(mean_log(cell, domains)), 2)
 
 
-def mean_log(cell: Cell, domains: tuple[str, ...]) -> float:
+def mean_log(cell: Cell, domains: Sequence[str]) -> float:
     """Mean over domains of the log perplexity."""
     return float(np.mean([np.mean(cell["losses"][domain]) / PREDICTED for domain in domains]))
 
 
-def ratio(cell: Cell, ghost: Cell, domains: tuple[str, ...]) -> dict[str, float]:
+def rows(cells: Sequence[Cell], plans: Sequence[Cell], size: int) -> list[Cell]:
+    """One row per cell: perplexities, and paired ratios to ghost on the same plan and on streamline's plan."""
+    by_name = {cell_name(cell, cell["size"], cell["repair"]): cell for cell in cells}
+    published = {
+        sum(stop - start for start, stop in plan["removed"]): cell_name(plan, size, "ghost")
+        for plan in plans
+        if plan["criterion"] == "streamline"
+    }
+    found = []
+    for cell in cells:
+        row = {name: cell[name] for name in ("prune", "removed", "size", "repair", "seconds", "shared_with")}
+        row["criteria"] = [plan["criterion"] for plan in plans if plan["removed"] == cell["removed"]]
+        row |= {domain: perplexity(losses) for domain, losses in cell["losses"].items()}
+        row["geometric_mean"], row["geometric_mean_prose"] = geometric_mean(cell), geometric_mean(cell, PROSE)
+        for figure in ("relative_error_held_out", "nmse_held_out"):
+            row[figure] = [fit.get(figure) for fit in cell["fit"]]
+        same = by_name.get(cell_name(cell, cell["size"], "ghost"))
+        if same is not None:
+            row["ratio_to_ghost"], row["ratio_to_ghost_prose"] = ratio(cell, same, AVERAGED), ratio(cell, same, PROSE)
+            row["ratio_by_domain"] = {domain: ratio(cell, same, (domain,)) for domain in cell["losses"]}
+        reference = by_name.get(published.get(cell["prune"], ""))
+        if reference is not None:
+            row["ratio_to_published"] = ratio(cell, reference, AVERAGED)
+        unrefitted = by_name.get(cell_name(cell, cell["size"], cell["repair"].partition("+")[0]))
+        if "+" in cell["repair"] and unrefitted is not None:
+            row["ratio_to_unrefitted"] = {d: ratio(cell, unrefitted, (d,)) for d in cell["losses"]}
+        found.append(row)
+    return sorted(found, key=lambda row: (row["prune"], row["removed"], row["size"], -row["geometric_mean"]))
+
+
+def ratio(cell: Cell, other: Cell, domains: Sequence[str]) -> dict[str, float]:
     """Ratio of geometric means with its 95 % interval: windows are drawn again, the same ones for both models."""
     random = np.random.default_rng(0)
-    count = len(ghost["losses"][domains[0]])
-    logs = []
-    for _ in range(RESAMPLES):
-        difference = 0.0
-        for domain in domains:
-            chosen = random.integers(0, count, count)
-            pair = np.asarray(cell["losses"][domain])[chosen] - np.asarray(ghost["losses"][domain])[chosen]
-            difference += float(pair.mean()) / PREDICTED / len(domains)
-        logs.append(difference)
+    count = len(other["losses"][domains[0]])
+    draws = random.integers(0, count, (RESAMPLES, len(domains), count))
+    pairs = np.stack([np.subtract(cell["losses"][d], other["losses"][d]) for d in domains])
+    logs = np.take_along_axis(pairs[None], draws, axis=2).mean(axis=(1, 2)) / PREDICTED
     low, high = np.exp(np.percentile(logs, [2.5, 97.5]))
-    value = math.exp(mean_log(cell, domains) - mean_log(ghost, domains))
+    value = math.exp(mean_log(cell, domains) - mean_log(other, domains))
     return {"value": round(value, 3), "low": round(float(low), 3), "high": round(float(high), 3)}
 
 
-def markdown(result: dict[str, Any]) -> str:
+def task_rows(answers: Mapping[str, Cell], plans: Sequence[Cell], size: int) -> list[Cell]:
+    """Accuracy of every variant, and paired differences of every refit and operator to ghost on the same plan."""
+    given = {name: cell["answers"] for name, cell in answers.items()}
+    means = summarise(given) if given else {}
+    found = [{"plan": None, "repair": "dense", "tasks": means["dense"]}] if "dense" in means else []
+    for plan in (p for p in plans if p["criterion"] == "streamline"):
+        prefix = cell_name(plan, size, "")
+        reference = given.get(prefix + "ghost")
+        for name in (n for n in given if n.startswith(prefix) and reference is not None):
+            row = {"plan": plan["removed"], "repair": name.removeprefix(prefix), "tasks": means[name]}
+            row["minus_ghost"] = compare(given[name], reference, RESAMPLES, 0)
+            found.append(row)
+    return found
+
+
+def markdown(result: Cell, size: int, operators: Sequence[str]) -> str:
+    recipe = result["recipe"]
     lines = [
         "# Quality of the repairs, SmolLM2-135M (de-quantised)",
         "",
-        f"Perplexity on held-out windows of 512 tokens; geo = geometric mean of {', '.join(AVERAGED)}; prose = of "
-        f"{', '.join(PROSE)}. Ratio to `ghost` with its 95 % interval (paired bootstrap over windows); relative error "
-        "behind the operator; s = seconds of the recovery on a shared machine. "
-        f"{result.get('device', '')}, torch {result.get('torch', '')}, recipe {result['recipe_sha256'][:12]}.",
+        f"Perplexity on {recipe['windows']} held-out windows of {PREDICTED + 1} tokens per domain; geo = geometric "
+        f"mean of {', '.join(AVERAGED)}, prose = of {', '.join(PROSE)}; calibration on wiki and C4 only. "
+        "Ratios have 95 % intervals (bootstrap over windows, the same ones for both models). s = seconds of the "
+        "recovery on a shared machine. "
+        f"{result['device']}, torch {result['torch']}, recipe {result['recipe_sha256'][:12]}.",
         "",
+        "dense: " + ", ".join(f"{d} {p:.1f}" for d, p in result["dense"].items()),
     ]
-    if result["dense"]:
-        lines += ["dense: " + ", ".join(f"{d} {p:.1f}" for d, p in result["dense"].items()), ""]
-    seen = None
-    for row in result["rows"]:
-        group = (row["prune"], row["criterion"], row["size"])
-        if group != seen:
-            seen = group
-            spans = ", ".join(f"[{a}, {b})" for a, b in row["removed"])
-            lines += [
-                "",
-                f"## n = {row['prune']}, {row['criterion']} {spans}, {row['size']} calibration sequences, "
-                f"{row['windows']} windows per domain",
-                "",
-                "| repair | wiki | c4 | code | speeches | geo | / ghost | geo prose | / ghost | relative error | s |",
-                "|---|---|---|---|---|---|---|---|---|---|---|",
-            ]
-        lines.append(markdown_row(row))
+    lines += repair_tables(result["rows"], size) + criteria_tables(result["rows"], size, operators)
+    lines += size_tables(result["rows"]) + task_table(result["tasks"]) + samples(result)
     return "\n".join(lines) + "\n"
 
 
-def markdown_row(row: Cell) -> str:
+def repair_tables(rows: Sequence[Cell], size: int) -> list[str]:
+    """One table per plan that has refits."""
+    lines = ["", "## Repairs of the same cut"]
+    for group in grouped(rows, size):
+        if not any("+refit" in row["repair"] for row in group):
+            continue
+        lines += [
+            "",
+            f"### n = {group[0]['prune']}: {spans(group[0])} ({', '.join(group[0]['criteria'])}), {size} sequences",
+            "",
+            "| repair | wiki | c4 | code | speeches | geo | / ghost | prose | / ghost | relative error | s |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [repair_row(row) for row in group]
+    return lines
+
+
+def repair_row(row: Cell) -> str:
     texts = " | ".join(f"{row[d]:.1f}" for d in ("wiki", "c4", "code", "speeches"))
-    cells = []
-    for kind in ("", "_prose"):
-        found = row.get(f"ratio_to_ghost{kind}")
-        interval = f"{found['value']:.3f} ({found['low']:.3f} - {found['high']:.3f})" if found else ""
-        cells.append(f"**{row[f'geometric_mean{kind}']:.1f}** | {interval}")
+    means = [f"**{row[f'geometric_mean{k}']:.1f}** | {interval(row.get(f'ratio_to_ghost{k}'))}" for k in ("", "_prose")]
     errors = ", ".join(f"{e:.3f}" for e in row["relative_error_held_out"] if e is not None)
-    return f"| {row['repair']} | {texts} | {' | '.join(cells)} | {errors} | {row['seconds']:.0f} |"
+    return f"| {row['repair']} | {texts} | {' | '.join(means)} | {errors} | {row['seconds']:.0f} |"
 
 
-def figure(result: dict[str, Any], path: Path) -> None:
-    """Depth on x, geometric-mean perplexity on y, one line per repair, of the streamline plans."""
-    import matplotlib
+def criteria_tables(rows: Sequence[Cell], size: int, operators: Sequence[str]) -> list[str]:
+    lines = ["", "## Criteria x operators", ""]
+    lines += ["Geometric mean; in brackets the ratio to `ghost` on streamline's plan, with its interval.", ""]
+    lines += ["| n | plan | criteria | " + " | ".join(operators) + " |", "|---|---|---|" + "---|" * len(operators)]
+    for group in sorted(grouped(rows, size), key=lambda g: (g[0]["prune"], lowest(g))):
+        cells = {row["repair"]: row for row in group}
+        shown = [criteria_cell(cells.get(name)) for name in operators]
+        first = group[0]
+        lines.append(f"| {first['prune']} | {spans(first)} | {', '.join(first['criteria'])} | {' | '.join(shown)} |")
+    return lines
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    rows = [row for row in result["rows"] if row["criterion"] == "streamline"]
-    most = max(row["size"] for row in rows)
-    repairs = list(dict.fromkeys(row["repair"] for row in rows if row["size"] == most))
-    drawing, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for repair in repairs:
-        points = sorted((r["prune"], r["geometric_mean"]) for r in rows if r["repair"] == repair and r["size"] == most)
-        style = {"ghost": {"color": "black", "linewidth": 2.5}}.get(repair, {})
-        axes.plot(*zip(*points, strict=True), marker="o", label=repair, **style)
-    axes.set(xlabel="removed blocks of 30", ylabel="perplexity (geometric mean)", yscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    drawing.savefig(path, dpi=150)
-    plt.close(drawing)
+def criteria_cell(row: Cell | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row['geometric_mean']:.1f} [{interval(row.get('ratio_to_published'))}]"
+
+
+def size_tables(rows: Sequence[Cell]) -> list[str]:
+    plans = {json.dumps(row["removed"]): row for row in rows}
+    lines = ["", "## Calibration size", "", "Geometric mean (ratio to `ghost` of the same size)."]
+    for removed, first in plans.items():
+        own = [row for row in rows if json.dumps(row["removed"]) == removed]
+        counts = sorted({row["size"] for row in own})
+        if len(counts) < 2:
+            continue
+        repairs = [r for r in ("ghost", "ghost-weighted", "ghost-split", "ghost-split+refit") if any_row(own, r)]
+        lines += ["", f"### n = {first['prune']}, {spans(first)}", "", "| sequences | " + " | ".join(repairs) + " |"]
+        lines += ["|---|" + "---|" * len(repairs)]
+        for count in counts:
+            cells = {row["repair"]: row for row in own if row["size"] == count}
+            shown = [
+                f"{cells[r]['geometric_mean']:.1f} ({interval(cells[r].get('ratio_to_ghost'))})" if r in cells else "-"
+                for r in repairs
+            ]
+            lines.append(f"| {count} | {' | '.join(shown)} |")
+    return lines
+
+
+def task_table(rows: Sequence[Cell]) -> list[str]:
+    if not rows:
+        return []
+    names = [name for name in rows[0]["tasks"] if name != "average"]
+    items = rows[0]["tasks"][names[0]]["acc"]["items"]
+    lines = ["", "## Zero-shot accuracy", ""]
+    lines += [
+        f"`acc` in percent on the first {items} items of every task, the same for all; difference of the average to "
+        "`ghost` with its 95 % interval, and the tasks where a difference is claimed."
+    ]
+    lines += ["", "| plan | repair | " + " | ".join(names) + " | average | minus ghost | claimed |"]
+    lines += ["|---|---|" + "---|" * (len(names) + 3)]
+    for row in rows:
+        shown = [f"{100 * row['tasks'][name]['acc']['value']:.0f}" for name in names]
+        shown.append(f"**{100 * row['tasks']['average']['acc']:.1f}**")
+        against = row.get("minus_ghost")
+        if against is None:
+            shown += ["", ""]
+        else:
+            average = against["average"]["acc"]
+            low, high = (100 * v for v in average["interval"])
+            claimed = [
+                f"{n} {100 * against[n]['acc']['difference']:+.0f}" for n in names if against[n]["acc"]["claimed"]
+            ]
+            shown += [f"{100 * average['difference']:+.1f} ({low:+.1f} to {high:+.1f})", ", ".join(claimed)]
+        plan = "" if row["plan"] is None else spans({"removed": row["plan"]})
+        lines.append(f"| {plan} | {row['repair']} | {' | '.join(shown)} |")
+    return lines
+
+
+def samples(result: Cell) -> list[str]:
+    if not result["samples"]:
+        return []
+    lines = ["", "## What they write", "", "Greedy continuation of *The history of the Roman Empire begins with*.", ""]
+    for name, text in result["samples"].items():
+        lines.append(f"* `{name}`: {' '.join(text.split())}")
+    return lines
+
+
+def grouped(rows: Iterable[Cell], size: int) -> list[list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for row in rows:
+        if row["size"] == size:
+            found.setdefault(json.dumps(row["removed"]), []).append(row)
+    return list(found.values())
+
+
+def lowest(group: Sequence[Cell]) -> float:
+    return min(row["geometric_mean"] for row in group)
+
+
+def any_row(rows: Sequence[Cell], repair: str) -> bool:
+    return any(row["repair"] == repair for row in rows)
+
+
+def spans(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"[{a}, {b})" if b - a > 1 else f"{a}" for a, b in row["removed"])
+
+
+def interval(found: Mapping[str, float] | None) -> str:
+    return f"{found['value']:.3f}, {found['low']:.3f} - {found['high']:.3f}" if found else ""

@@ -1,0 +1,70 @@
+"""The figures of ``quality.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+#: Lines of the depth figure, in legend order: colour and width.
+LINES = {
+    "pruned": ("#999999", 1.5),
+    "linearpatch-rotate": ("#c49a00", 1.5),
+    "ghost": ("black", 2.5),
+    "ghost-weighted": ("#1f77b4", 1.5),
+    "ghost-zero+refit": ("#2ca02c", 1.5),
+    "ghost-split+refit": ("#d62728", 2.5),
+}
+
+
+def draw_depths(result: dict[str, Any], size: int, path: Path) -> None:
+    """Depth on x, geometric-mean perplexity on y, one line per repair, on the spans that streamline picks."""
+    rows = [row for row in result["rows"] if row["size"] == size and "streamline" in row["criteria"]]
+    drawing, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for repair, (colour, width) in LINES.items():
+        points = sorted((row["prune"], row["geometric_mean"]) for row in rows if row["repair"] == repair)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=repair, color=colour, linewidth=width)
+    axes.axhline(result["dense"]["geometric_mean"], color="#555555", linestyle=":", label="dense")
+    depths = sorted({row["prune"] for row in rows})
+    axes.set(xlabel="removed blocks of 30", ylabel="perplexity (geometric mean)", yscale="log", xticks=depths)
+    ticks = [20, 30, 50, 100, 200, 500, 1000]
+    axes.set_yticks(ticks, labels=[str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    drawing.savefig(path, dpi=150)
+    plt.close(drawing)
+
+
+def draw_criteria(result: dict[str, Any], size: int, path: Path) -> None:
+    """Every plan's perplexity, one panel per depth, one mark per operator; lowest plan on top."""
+    rows = [row for row in result["rows"] if row["size"] == size and row["criteria"]]
+    depths = sorted({row["prune"] for row in rows})
+    marks = {"pruned": "x", "linearpatch-rotate": "^", "ghost": "o", "ghost-weighted": "s", "ghost-split": "D"}
+    drawing, panels = plt.subplots(
+        1, len(depths), figsize=(4.6 * len(depths), 4.8), layout="constrained", squeeze=False
+    )
+    for panel, depth in zip(panels[0], depths, strict=True):
+        own = [row for row in rows if row["prune"] == depth]
+        best: dict[str, float] = {}
+        for row in own:
+            label = "\n".join(row["criteria"])
+            best[label] = min(best.get(label, float("inf")), row["geometric_mean"])
+        labels = sorted(best, key=lambda label: -best[label])
+        for repair, mark in marks.items():
+            points = [
+                (r["geometric_mean"], labels.index("\n".join(r["criteria"]))) for r in own if r["repair"] == repair
+            ]
+            if points:
+                panel.plot(*zip(*points, strict=True), mark, label=repair, markersize=6, linestyle="none", alpha=0.8)
+        panel.set_yticks(range(len(labels)), labels=labels, fontsize=7)
+        panel.set(xscale="log", xlabel="perplexity (geometric mean)", title=f"{depth} of 30 blocks removed")
+        panel.grid(alpha=0.3)
+    panels[0][-1].legend(fontsize=8)
+    drawing.savefig(path, dpi=150)
+    plt.close(drawing)
