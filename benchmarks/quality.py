@@ -14,6 +14,7 @@ CELLS, with its operators beside it, so an interrupted run continues where it st
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import platform
@@ -220,13 +221,14 @@ class Bench:
         return found
 
     def ask(self, name: str, model: Any, items: int) -> None:
-        """Zero-shot answers to the first items of every task, and a greedy continuation of the prompt."""
+        """Zero-shot answers to the first items of every task in bfloat16, and a greedy continuation of the prompt."""
 
         def measure() -> dict[str, Any]:
+            half = copy.deepcopy(model).to(torch.bfloat16)
             with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
                 asked = [f"demo:{task}" for task in TASKS]
                 tokenizer = self.loaded.tokenizer
-                answers = ask({"it": model}, tokenizer, asked, None, items, Path(scratch), Execution())["it"]
+                answers = ask({"it": half}, tokenizer, asked, None, items, Path(scratch), Execution())["it"]
             ids = torch.tensor([[1, *tokenizer(PROMPT, add_special_tokens=False)["input_ids"]]])
             with torch.no_grad():
                 longer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)

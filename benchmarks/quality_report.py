@@ -222,8 +222,8 @@ def task_table(rows: Sequence[Cell]) -> list[str]:
     items = rows[0]["tasks"][names[0]]["acc"]["items"]
     lines = ["", "## Zero-shot accuracy", ""]
     lines += [
-        f"`acc` in percent on the first {items} items of every task, the same for all; difference of the average to "
-        "`ghost` with its 95 % interval, and the tasks where a difference is claimed."
+        f"`acc` in percent on the first {items} items of every task, the same for all, models in bfloat16; difference "
+        "of the average to `ghost` with its 95 % interval, and the tasks where a difference is claimed."
     ]
     lines += ["", "| plan | repair | " + " | ".join(names) + " | average | minus ghost | claimed |"]
     lines += ["|---|---|" + "---|" * (len(names) + 3)]
