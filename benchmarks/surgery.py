@@ -28,88 +28,6 @@ BLOCKS, START, STOP = 24, 8, 16
 RESULTS = Path(__file__).parent / "results" / "surgery.json"
 
 
-def decoder(folder: Path, blocks: int, width: int, inner: int, vocabulary: int, *, sparse: bool) -> Path:
-    """Writes a decoder with KV cache whose weights lie in one external file (sparse: holes instead of numbers)."""
-    import onnx_ir as ir
-
-    nodes: list[ir.Node] = []
-    weights: list[ir.Value] = []
-    inputs: list[ir.Value] = []
-    outputs: list[ir.Value] = []
-    offset = 0
-
-    def op(name: str, kind: str, *args: ir.Value, **attributes: Any) -> ir.Value:
-        converted = [ir.convenience.convert_attribute(k, v) for k, v in attributes.items()]
-        nodes.append(ir.Node("", kind, list(args), converted, name=name))
-        nodes[-1].outputs[0].name = name
-        return nodes[-1].outputs[0]
-
-    def weight(name: str, *shape: int) -> ir.Value:
-        nonlocal offset
-        length = 4 * int(np.prod(shape)) // (2 if sparse else 1)
-        dtype = ir.DataType.FLOAT16 if sparse else ir.DataType.FLOAT
-        tensor = ir.ExternalTensor(
-            "dense.onnx.data", offset, length, dtype, shape=ir.Shape(shape), name=name, base_dir=folder
-        )
-        offset += length
-        weights.append(ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor))
-        return weights[-1]
-
-    float_ = ir.TensorType(ir.DataType.FLOAT16 if sparse else ir.DataType.FLOAT)
-    ids = ir.Value(name="input_ids", shape=ir.Shape(["b", "t"]), type=ir.TensorType(ir.DataType.INT64))
-    inputs.append(ids)
-    x = op("h_-1", "Gather", weight("embed", vocabulary, width), ids)
-    for k in range(blocks):
-        a = op(f"n{k}", "LayerNormalization", x, weight(f"g{k}", width))
-        cache = []
-        for role in ("key", "value"):
-            past = ir.Value(name=f"past_key_values.{k}.{role}", shape=ir.Shape(["b", "p", width]), type=float_)
-            inputs.append(past)
-            cache.append(
-                op(
-                    f"present.{k}.{role}",
-                    "Concat",
-                    past,
-                    op(f"{role}{k}", "MatMul", a, weight(f"w{role}{k}", width, width)),
-                    axis=1,
-                )
-            )
-            cache[-1].type, cache[-1].shape = float_, ir.Shape(["b", "s", width])
-            outputs.append(cache[-1])
-        query = op(f"q{k}", "MatMul", a, weight(f"wq{k}", width, width))
-        scores = op(
-            f"s{k}",
-            "Softmax",
-            op(f"qk{k}", "MatMul", query, op(f"kt{k}", "Transpose", cache[0], perm=[0, 2, 1])),
-            axis=-1,
-        )
-        mixed = op(f"o{k}", "MatMul", op(f"pv{k}", "MatMul", scores, cache[1]), weight(f"wo{k}", width, width))
-        middle = op(f"m{k}", "Add", x, mixed)
-        up = op(
-            f"u{k}",
-            "MatMul",
-            op(f"nm{k}", "LayerNormalization", middle, weight(f"gm{k}", width)),
-            weight(f"wu{k}", width, inner),
-        )
-        gate = op(f"ga{k}", "Sigmoid", up)
-        x = op(f"h_{k}", "Add", middle, op(f"d{k}", "MatMul", gate, weight(f"wd{k}", inner, width)))
-        x.type, x.shape = float_, ir.Shape(["b", "t", width])
-    logits = op("logits", "MatMul", x, weight("head", width, vocabulary))
-    logits.type, logits.shape = float_, ir.Shape(["b", "t", vocabulary])
-    graph = ir.Graph(inputs, [logits, *outputs], nodes=nodes, initializers=weights, opset_imports={"": 20}, name="g")
-    with (folder / "dense.onnx.data").open("wb") as file:
-        if sparse:
-            file.truncate(offset)
-        else:
-            block = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32).tobytes()
-            for _ in range(offset // len(block)):
-                file.write(block)
-            file.write(b"\0" * (offset % len(block)))
-    path = folder / "dense.onnx"
-    ir.save(ir.Model(graph, ir_version=10), path)
-    return path
-
-
 def ours(source: Path, output: Path, self_contained: bool = False) -> dict[str, Any]:
     from ghostexport.operators import Operator, OperatorSet
     from ghostexport.plan import PrunePlan
@@ -221,6 +139,8 @@ def written(output: Path) -> int:
 
 
 def main(large: bool) -> None:
+    from decoder_graph import decoder
+
     results: dict[str, Any] = {
         "machine": f"{platform.machine()}, {platform.system()}",
         "python": platform.python_version(),
