@@ -1,6 +1,6 @@
 """The optimum exporter in an environment of its own (it needs transformers < 4.58), its graph checked in this one.
 
-The environment is made once, below the user's cache folder, in one to two minutes. To use another one, set
+The environment is made once, below the user's cache folder, in about a minute. To use another one, set
 ``GHOSTEXPORT_OPTIMUM_PYTHON`` to its interpreter; it needs ghostexport with the extra ``[optimum]``.
 """
 
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def optimum_python():
     python, ready = folder / "bin" / "python", folder / "ready"
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        # the pinned torch first: an unpinned one would bring gigabytes of GPU libraries
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "torch==2.13.0"], check=True)
+        # what is not replaced comes from this environment: torch alone takes a minute and, unpinned, gigabytes
+        own, ours = (sysconfig.get_path("purelib", vars={"base": str(base)}) for base in (folder, sys.prefix))
+        (Path(own) / "this.pth").write_text(f"{ours}\n", encoding="utf-8")
         subprocess.run([python, "-m", "pip", "install", "--quiet", "-e", f"{ROOT}[optimum]"], check=True)
         ready.touch()
     return str(python)
