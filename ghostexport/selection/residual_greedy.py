@@ -43,7 +43,8 @@ def residual_greedy(
         best = [[span.start, span.stop] for span in beam[0].removed]
         steps.append({"removed": best, "perplexity": perplexities[beam[0].removed], "error": judge.error(beam[0])})
         execution.progress("select: blocks", step + 1, count)
-    return PrunePlan(loaded.num_blocks, beam[0].removed, "residual-greedy", {"steps": steps})
+    blocks = [[*span, repair.error] for span, repair in sorted(judge.repairs.items()) if span[1] - span[0] == 1]
+    return PrunePlan(loaded.num_blocks, beam[0].removed, "residual-greedy", {"blocks": blocks, "steps": steps})
 
 
 def _grown(beam: list[PrunePlan], section: SelectSection) -> list[PrunePlan]:
