@@ -118,7 +118,7 @@ def _footprints(
     prints = {}
     for number, (variant, load) in enumerate(sessions.items()):
         execution.progress("bench: load", number, len(sessions))
-        prints[variant] = footprint(load, workloads, section.seed, clock)
+        prints[variant] = footprint(variant, load, workloads, section.seed, clock)
     execution.progress("bench: load", len(sessions), len(sessions))
     return prints
 

@@ -3,15 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ghostexport.benchmarking.workloads import Workload
 from ghostexport.runfolder import write_json
+from ghostexport.runtimes.base import KVCache, Session
+
+#: Executions that are timed layer by layer.
+EXECUTIONS = 10
+
+LayerTimes = Mapping[str, float]
 
 
-def trtexec_profile(runs: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+@runtime_checkable
+class Profiled(Protocol):
+    """A session whose library times layers: TensorRT's."""
+
+    def profile(
+        self, input_ids: NDArray[np.int64], cache: KVCache, repeats: int
+    ) -> tuple[Mapping[str, Any], Sequence[LayerTimes]]:
+        """The engine's layers, and per execution layer name -> milliseconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """The layers of one engine.
+
+    Attributes:
+        workload: name of the workload they were timed on.
+        layers: what the library's inspector says, ``{"Layers": [...]}``.
+        runs: per execution layer name -> milliseconds, all with the same layers.
+    """
+
+    workload: str
+    layers: Mapping[str, Any]
+    runs: Sequence[LayerTimes]
+
+
+def profile_layers(session: Session, workloads: Sequence[Workload]) -> LayerProfile | None:
+    """Times the layers of a decode step after the longest past, at the smallest batch (without one, of the first
+    workload). None where the library has no profiler, or reports nothing.
+
+    The session is slower afterwards: close it.
+    """
+    if not isinstance(session, Profiled):
+        return None
+    decodes = [w for w in workloads if w.kind == "decode"] or workloads[:1]
+    chosen = min(decodes, key=lambda w: (w.batch, -w.past))
+    token_ids = np.zeros((chosen.batch, chosen.tokens), np.int64)
+    layers, runs = session.profile(token_ids, session.new_cache(chosen.batch, chosen.past), EXECUTIONS)
+    return LayerProfile(chosen.name, layers, runs) if runs[0] else None
+
+
+def trtexec_profile(runs: Sequence[LayerTimes]) -> list[dict[str, Any]]:
     """The list that ``trtexec --exportProfile`` writes.
 
     Args:
@@ -39,11 +89,9 @@ def trtexec_profile(runs: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]
     return entries
 
 
-def write_layers(
-    folder: Path, name: str, layers: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, float]]
-) -> tuple[Path, Path]:
-    """Writes ``layers_<name>.json`` (the inspector's ``{"Layers": [...]}``) and ``profile_<name>.json``."""
+def write_layers(folder: Path, name: str, profile: LayerProfile) -> tuple[Path, Path]:
+    """Writes ``layers_<name>.json`` (as ``trtexec --exportLayerInfo``) and ``profile_<name>.json``."""
     paths = folder / f"layers_{name}.json", folder / f"profile_{name}.json"
-    write_json(paths[0], {"Layers": list(layers)})
-    write_json(paths[1], trtexec_profile(runs))
+    write_json(paths[0], dict(profile.layers))
+    write_json(paths[1], trtexec_profile(profile.runs))
     return paths

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ghostexport.benchmarking.energy import EnergyMeter
+from ghostexport.benchmarking.layers import LayerProfile, profile_layers
 from ghostexport.benchmarking.machine import MachineWatch
 from ghostexport.benchmarking.memory import device_bytes, peak_bytes, process_bytes, release_free_memory, reset_peak
 from ghostexport.benchmarking.workloads import METRICS, Clock, TokenIds, Workload, visit
@@ -53,6 +54,7 @@ class Footprint:
         peak_bytes: workload -> peak growth over the empty process while it ran.
         vocabulary: size of the logits.
         clock: what the session measures with.
+        profile: its layers and their times.
     """
 
     load_seconds: float
@@ -60,6 +62,7 @@ class Footprint:
     peak_bytes: dict[str, int | None]
     vocabulary: int
     clock: str
+    profile: LayerProfile | None = None
 
 
 class SessionPool:
@@ -81,7 +84,9 @@ class SessionPool:
             self._open.popitem()[1].close()
 
 
-def footprint(load: Callable[[], Session], workloads: Sequence[Workload], seed: int, clock: Clock) -> Footprint:
+def footprint(
+    variant: str, load: Callable[[], Session], workloads: Sequence[Workload], seed: int, clock: Clock
+) -> Footprint:
     """Loads one variant alone in the process and runs every workload once, watching memory.
 
     Raises:
@@ -97,7 +102,8 @@ def footprint(load: Callable[[], Session], workloads: Sequence[Workload], seed: 
         logits, _ = session.forward(np.zeros((1, 2), np.int64), session.new_cache(1))  # (1, 2, V)
         if not np.isfinite(logits).all():
             raise ParityError(
-                "An engine computes logits that are not finite.", "Check it with: ghostexport verify; see eval.json."
+                f"The engine of {variant} computes logits that are not finite; it is not timed.",
+                "If ghostexport verify RUN passes, the engine is at fault: build it again, or in another dtype.",
             )
         vocabulary = int(logits.shape[-1])
         peaks: dict[str, int | None] = {}
@@ -108,7 +114,8 @@ def footprint(load: Callable[[], Session], workloads: Sequence[Workload], seed: 
             peak = on_device if on_device is not None else peak_bytes() if fresh else None
             peaks[workload.name] = None if peak is None or floor is None else peak - floor
         growth = None if loaded is None or floor is None else loaded - floor
-        return Footprint(load_seconds, growth, peaks, vocabulary, session.clock)
+        profile = profile_layers(session, workloads)
+        return Footprint(load_seconds, growth, peaks, vocabulary, session.clock, profile)
     finally:
         session.close()
         del session

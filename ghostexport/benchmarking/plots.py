@@ -110,15 +110,19 @@ def distributions(title: str, samples: Mapping[str, Sequence[float]]) -> str:
 
 
 @_styled
-def scores(
-    series: Mapping[str, Sequence[tuple[float, float]]], removed: Sequence[Sequence[int]], criterion: str
-) -> str:
-    """Everything the criterion computed, ``(block, score)`` by name, with the cut shaded."""
-    figure, (axis,) = _figure("scores", 2.6)
-    for (name, points), colour in zip(series.items(), (*_CYCLE, *_CYCLE), strict=False):
-        axis.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.2, label=name, color=colour)
+def scores(series: Mapping[str, Sequence[tuple[float, float]]], removed: Sequence[Sequence[int]], label: str) -> str:
+    """What a criterion computed, ``(block, score)`` by name, with the cut shaded.
+
+    Of more than three series (the rounds of a greedy search) only the first and the last have a colour.
+    """
+    figure, (axis,) = _figure(f"scores {label}", 2.6)
+    named = list(series) if len(series) <= 3 else [list(series)[0], list(series)[-1]]
+    for name, points in series.items():
+        style = {"color": _CYCLE[named.index(name)], "label": name} if name in named else {"color": "#c4c9d0"}
+        axis.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.2, zorder=2 + (name in named), **style)
     for start, stop in removed:
         axis.axvspan(start - 0.5, stop - 0.5, color="#c2700a", alpha=0.18, lw=0)
+    for start, stop in removed if len(removed) <= 2 else ():  # the labels of many spans would cover each other
         axis.annotate(
             f"removed\n[{start}, {stop})",
             ((start + stop - 1) / 2, 1),
@@ -130,11 +134,14 @@ def scores(
             color="#8a4b00",
         )
     axis.margins(y=0.25)
+    values = [y for points in series.values() for _, y in points]
+    if min(values) > 0 and max(values) > 50 * min(values):  # one indispensable block would flatten all others
+        axis.set_yscale("log")
     axis.set_xlabel("block (of a span: its first)")
-    axis.set_ylabel(f"{criterion} score")
+    axis.set_ylabel(label)
     if len(series) > 1:
         axis.legend(frameon=False)
-    return _svg(figure, "scores")
+    return _svg(figure, f"scores {label}")
 
 
 @_styled

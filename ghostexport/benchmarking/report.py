@@ -1,19 +1,22 @@
 """`report.html`: one self-contained page made from nothing but the files of a run folder.
 
-A section whose files are missing is left out, with a line that names the command which makes them.
+A section whose files are missing is empty but for a line that names the command which makes them; the evaluation,
+which no other stage needs, is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ghostexport.benchmarking import plots
+from ghostexport.benchmarking.evaluation_section import evaluation_section
 from ghostexport.benchmarking.runfiles import RunFiles, read_run
+from ghostexport.benchmarking.sections import Section, number_rows
+from ghostexport.benchmarking.selection_section import selection_section
 from ghostexport.benchmarking.sweep import Sweep, sweep_plots
 from ghostexport.benchmarking.table import Row, headline, quality_rows, sentences, size_rows, speed_rows
 from ghostexport.errors import RuntimeUnavailableError
@@ -21,32 +24,6 @@ from ghostexport.runfolder import write_bytes
 
 #: Heat maps drawn; more boundaries are listed in the table only.
 MAX_HEAT_MAPS = 6
-
-
-@dataclass
-class Section:
-    """One part of the page.
-
-    Attributes:
-        id, title: of the heading.
-        intro: one or two sentences.
-        tables: ``(caption, column names, rows)``.
-        plots: SVG texts.
-        sentences: results in words.
-        pre: preformatted text.
-        cuts: drawings of the graph around each boundary.
-        missing: why the section is empty and which command fills it.
-    """
-
-    id: str
-    title: str
-    intro: str = ""
-    tables: list[tuple[str, list[str], list[Row]]] = field(default_factory=list)
-    plots: list[str] = field(default_factory=list)
-    sentences: list[str] = field(default_factory=list)
-    pre: str = ""
-    cuts: list[dict[str, Any]] = field(default_factory=list)
-    missing: str = ""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -70,10 +47,11 @@ def render(run_folder: Path) -> str:
     """
     run = read_run(run_folder)
     sections = [_summary(run), _pareto(run)]
+    sections += [evaluation_section(run.evaluation)] if run.evaluation else []
     sections += [
         s for name, bench in run.benches.items() for s in (_speed(run, name, bench), _latency(run, name, bench))
     ]
-    sections += [_sizes(run), _selection(run), _operators(run), _graph(run), _conditions(run), _reproduce(run)]
+    sections += [_sizes(run), selection_section(run), _operators(run), _graph(run), _conditions(run), _reproduce(run)]
     facts = {"Model": run.model, "Removed": run.cut, "Runtimes": ", ".join(run.benches) or "not measured yet"}
     for name, bench in run.benches.items():
         card = bench["card"]
@@ -163,6 +141,9 @@ def _speed(run: RunFiles, name: str, bench: Mapping[str, Any]) -> Section:
     )
     section = Section(f"speed-{name}", f"Speed on {name}", intro, tables=[("", run.variants, rows)])
     section.sentences += [f"Not run: {w}: {reason}." for w, reason in bench["skipped"].items()]
+    if profiled := next(filter(None, (v.get("profiled") for v in bench["variants"].values())), None):
+        files = f"bench/{name}/profile_*.json and layers_*.json"
+        section.sentences.append(f"Times of every layer on {profiled}, in trtexec's layout: {files}.")
     found: list[Row] = []
     for what, label in (("mbu", "MBU"), ("mfu", "MFU"), ("joules_per_token", "J per token")):
         known = {(m["workload"], m["variant"]): m[what] for m in bench["measurements"] if m.get(what) is not None}
@@ -216,34 +197,6 @@ def _sizes(run: RunFiles) -> Section:
     return section
 
 
-def _selection(run: RunFiles) -> Section:
-    section = Section("selection", "Which blocks were removed")
-    if run.plan is None:
-        section.missing = f"No plan yet. Make it with: ghostexport select {run.path}"
-        return section
-    criterion = run.plan.get("criterion", "manual")
-    section.intro = f"Criterion {criterion} removed {run.cut}."
-    series = score_series(run.plan)
-    if series:
-        section.plots.append(plots.scores(series, run.plan["removed"], criterion))
-    else:
-        section.sentences.append("The plan holds no scores: the spans were given by hand.")
-    return section
-
-
-def score_series(plan: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """What can be drawn over the blocks: lists with one number per block, and lists of ``[start, stop, score]``."""
-    found = {}
-    for name, values in plan.get("scores", {}).items():
-        if not isinstance(values, list) or len(values) < 2:
-            continue
-        if all(isinstance(v, int | float) for v in values) and len(values) <= plan["num_blocks"] + 1:
-            found[name] = [(float(block), float(v)) for block, v in enumerate(values)]
-        elif all(isinstance(v, list) and len(v) == 3 for v in values):
-            found[f"{name}, by first block"] = [(float(start), float(v)) for start, _, v in values]
-    return found
-
-
 def _operators(run: RunFiles) -> Section:
     section = Section("operators", "The operators", "y = x + x M. Colours: entries of M, pooled by largest magnitude.")
     fits: dict[str, Mapping[str, Any]] = {}
@@ -262,21 +215,8 @@ def _operators(run: RunFiles) -> Section:
     if spectra:
         section.plots = [*maps, plots.singular_values(spectra)]
     if fits:
-        section.tables.append(("Figures of the fit", list(fits), _number_rows(fits)))
+        section.tables.append(("Figures of the fit", list(fits), number_rows(fits)))
     return section
-
-
-def _number_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """One row per key that holds a plain number anywhere, one cell per column."""
-    numbers = {n: {k: v for k, v in c.items() if type(v) in (int, float)} for n, c in columns.items()}
-    keys = dict.fromkeys(k for c in numbers.values() for k in c)
-    return [(k.replace("_", " "), [_number(c.get(k)) for c in numbers.values()]) for k in keys]
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _graph(run: RunFiles) -> Section:
@@ -302,7 +242,7 @@ def _graph(run: RunFiles) -> Section:
             }
         )
     if run.surgery:
-        section.tables.append(("What surgery reports", list(run.surgery), _number_rows(run.surgery)))
+        section.tables.append(("What surgery reports", list(run.surgery), number_rows(run.surgery)))
     return section
 
 

@@ -11,7 +11,8 @@ settings            the recipe's bench section; ``recipe_sha256`` of the whole r
 ceilings            bytes_per_second, flops_per_second, dtype, method; null when not measured
 workloads           name, kind, batch, tokens, past, steps
 skipped             workload name -> reason
-variants            name -> facts, engine (sidecar figures), load_seconds, loaded_bytes, peak_bytes per workload, parity
+variants            name -> facts, engine (sidecar figures), load_seconds, loaded_bytes, peak_bytes per workload,
+                    parity, profiled (workload of ``<runtime>/profile_<variant>.json`` and ``layers_``, or null)
 measurements        per workload x variant x metric: raw ``rounds`` (a list of samples per round), ``summary``
                     (n, min, max, mean, median, p90, p95, p99, cv), tokens_per_second, mbu | mfu, enqueue_median,
                     joules_per_token, cache_bytes, flags
@@ -107,6 +108,7 @@ class BenchReport:
             "loaded_bytes": foot.loaded_bytes,
             "peak_bytes": dict(foot.peak_bytes),
             "parity": self.parity.get(name),
+            "profiled": foot.profile.workload if foot.profile else None,
         }
 
     def _measurements(self, cell: Cell) -> list[dict[str, Any]]:

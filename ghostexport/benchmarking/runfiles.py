@@ -22,7 +22,8 @@ class RunFiles:
         path: the run folder.
         recipe_text, recipe: ``recipe.yaml`` as text and as data.
         plan: ``plan.json``.
-        quality: ``eval.json``.
+        quality: ``eval.json``, of the engines.
+        evaluation: ``evaluation.json``, of the models.
         parity: ``parity.json``.
         benches: runtime -> ``bench/<runtime>.json``.
         sidecars: runtime -> variant -> engine sidecar.
@@ -35,6 +36,7 @@ class RunFiles:
     recipe: dict[str, Any]
     plan: dict[str, Any] | None
     quality: dict[str, Any]
+    evaluation: dict[str, Any]
     parity: dict[str, Any]
     benches: dict[str, dict[str, Any]]
     sidecars: dict[str, dict[str, dict[str, Any]]]
@@ -62,7 +64,8 @@ class RunFiles:
         """In report order, from whatever names them."""
         operators = self.recipe.get("recover", {}).get("operators", [])
         named = [v for b in self.benches.values() for v in b["variants"]]
-        known = ["dense", "pruned", *operators, *named, *self.quality.get("variants", {}), *self.operators]
+        measured = [v for found in (self.quality, self.evaluation) for v in found.get("variants", {})]
+        known = ["dense", "pruned", *operators, *named, *measured, *self.operators]
         return list(dict.fromkeys(known))
 
 
@@ -89,6 +92,7 @@ def read_run(path: Path) -> RunFiles:
         recipe=yaml.safe_load(text) if text else {},
         plan=_json(path / "plan.json") if (path / "plan.json").exists() else None,
         quality=_json(path / "eval.json") if (path / "eval.json").exists() else {},
+        evaluation=_json(path / "evaluation.json") if (path / "evaluation.json").exists() else {},
         parity=_json(path / "parity.json") if (path / "parity.json").exists() else {},
         benches=benches,
         sidecars={d.name: {f.stem: _json(f) for f in sorted(d.glob("*.json"))} for d in engines},

@@ -12,10 +12,12 @@ from ghostexport import runtimes
 from ghostexport.benchmarking.benchmark import bench
 from ghostexport.benchmarking.facts import read_facts
 from ghostexport.benchmarking.ideal import VariantFacts
+from ghostexport.benchmarking.layers import write_layers
 from ghostexport.benchmarking.measuring import Loaders
 from ghostexport.benchmarking.parity import PROMPT, engine_agrees
 from ghostexport.benchmarking.quality import engine_quality
 from ghostexport.benchmarking.report import write_report
+from ghostexport.benchmarking.result import BenchReport
 from ghostexport.benchmarking.table import live_rows, summary_cells
 from ghostexport.calibration import load as load_calibration
 from ghostexport.errors import RuntimeUnavailableError
@@ -53,7 +55,7 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
     for name, runtime in usable.items():
         engines = _engines(folder, recipe, name)
         loaders = {v: functools.partial(runtime.load, engine, execution) for v, engine in engines.items()}
-        report = bench(
+        measured = bench(
             loaders,
             engines,
             facts,
@@ -62,15 +64,25 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
             parity=_parity(folder, recipe, name, loaders, execution),
             recipe_sha256=recipe.sha256,
             observe=lambda cells: execution.table(recipe.variants, live_rows(cells)),
-        ).to_json()
-        report["summary"] = summary_cells(report)
-        path = folder.path / "bench" / f"{name}.json"
-        write_json(path, report)
-        written.append(path)
+        )
+        written += write_bench(folder.path / "bench", name, measured)
     try:
         write_report(folder.path)
     except RuntimeUnavailableError as error:
         execution.say(f"report.html was not written: {error.message} {error.remedy}")
+    return written
+
+
+def write_bench(folder: Path, runtime: str, measured: BenchReport) -> list[Path]:
+    """Writes ``<runtime>.json``, and ``<runtime>/layers_<variant>.json`` with its profile where layers were timed."""
+    report = measured.to_json()
+    report["summary"] = summary_cells(report)
+    path = folder / f"{runtime}.json"
+    write_json(path, report)
+    written = [path]
+    for variant, found in measured.footprints.items():
+        if found.profile is not None:
+            written += write_layers(folder / runtime, variant, found.profile)
     return written
 
 

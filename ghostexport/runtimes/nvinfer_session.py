@@ -26,6 +26,7 @@ from ghostexport.errors import BuildError, RecipeError, RuntimeUnavailableError
 from ghostexport.kv_names import pair_kv
 from ghostexport.runfolder import write_bytes
 from ghostexport.runtimes.base import EngineFile, KVCache, Tensor
+from ghostexport.runtimes.nvinfer_layers import layer_information, layer_timer
 from ghostexport.runtimes.nvinfer_load import create_runtime, load_plan
 from ghostexport.runtimes.nvinfer_log import capture_log
 
@@ -120,6 +121,27 @@ class NvSession:
     def timed_forward(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[float, NvCache]:
         run, longer = self._prepare(input_ids, cache)
         return self._device.timed(run), longer
+
+    def profile(
+        self, input_ids: NDArray[np.int64], cache: KVCache, repeats: int
+    ) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        """The layers that the inspector names for this call, and their milliseconds in each of ``repeats`` executions.
+
+        The profiler stays attached and slows later calls down: close the session next.
+        """
+        run, _ = self._prepare(input_ids, cache)
+        run()  # binds the shapes
+        batch, tokens = input_ids.shape
+        plan, _ = self._profile(batch, tokens, cache.length)
+        layers = layer_information(self._trt, plan.cuda_engine, plan.context)
+        plan.context.profiler = timer = layer_timer(self._trt)
+        runs = []
+        for _ in range(repeats):
+            timer.milliseconds = {}
+            self._enqueue(plan)  # not a replay: a captured graph reports no layers
+            self._device.synchronize()
+            runs.append(timer.milliseconds)
+        return layers, runs
 
     def close(self) -> None:
         """Frees the engine; keeps the kernels that TensorRT-RTX finished on this machine beside the plan."""

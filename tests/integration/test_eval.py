@@ -1,5 +1,6 @@
 """The eval stage on a tiny model, end to end, and zero-shot tasks from a local file."""
 
+import html
 import json
 import math
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from ghostexport import calibration, models
+from ghostexport.benchmarking.report import render
+from ghostexport.benchmarking.sections import number
 from ghostexport.cli import resolve
 from ghostexport.evaluation.tasks import ask
 from ghostexport.pipeline import read_operators, read_plan
@@ -84,6 +87,17 @@ def test_a_second_eval_is_kept(run, cli):
     folder, _ = run
     code, _, err = cli("eval", folder)
     assert code == 0 and "eval: current, kept" in err
+
+
+@pytest.mark.slow
+def test_the_report_shows_it(run):
+    folder, evaluation = run
+    page = html.unescape(render(folder))
+    assert 'id="evaluation"' in page and "Cut [2, 4)" in page
+    for found in evaluation["variants"].values():
+        assert number(found["perplexity"]) in page and found["sample"]["text"] in page
+    for figures in evaluation["boundaries"][0]["ladder"].values():
+        assert number(figures["nmse"]) in page
 
 
 TASK = """

@@ -9,7 +9,7 @@ import pytest
 
 from ghostexport.benchmarking.report import write_report
 from tests.integration.chromium import Page, find_chromium
-from tests.unit.benchmarking.synthetic import write_run
+from tests.unit.benchmarking.synthetic import write_evaluation, write_run
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,7 +20,9 @@ PLOTS = 1 + 6 + 1 + 1 + 3  # Pareto, latency distributions, size bars, scores, t
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
-    return write_report(write_run(tmp_path_factory.mktemp("run")))
+    folder = write_run(tmp_path_factory.mktemp("run"))
+    write_evaluation(folder)
+    return write_report(folder)
 
 
 @pytest.fixture(scope="module")

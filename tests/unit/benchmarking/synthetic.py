@@ -161,3 +161,52 @@ def write_run(folder: Path, removed: int = 7, seed: int = 0) -> Path:
     figures = {v: {"perplexity": p * (1 + 0.1 * (removed - 7)), "kl": k, "top1": t} for v, (p, k, t) in quality.items()}
     write_json(folder / "eval.json", {"runtime": "onnxruntime", "tokens": 4096, "variants": figures})
     return folder
+
+
+def write_evaluation(folder: Path) -> dict:
+    """``evaluation.json`` of the run of :func:`write_run`: text, two tasks, a ladder and a sample."""
+    from itertools import combinations
+
+    from ghostexport.runfolder import write_json
+
+    losses = {"dense": 2.845, "pruned": 4.564, "ghost": 3.45, "linearpatch-rotate": 3.951}
+    right = {"dense": 0.61, "pruned": 0.37, "ghost": 0.52, "linearpatch-rotate": 0.45}
+    sample = "the river ran to the sea, and the stones of the garden lay where the old man had put them, one by one"
+
+    def task(value):
+        return {
+            m: {"value": value - 0.02 * i, "stderr": 0.049, "items": 100} for i, m in enumerate(("acc", "acc_norm"))
+        }
+
+    def change(value, width):
+        return {"difference": value, "interval": [value - width, value + width], "claimed": abs(value) > width}
+
+    variants = {
+        v: {
+            "perplexity": float(np.exp(loss)), "kl": loss - 2.845, "top1": right[v], "tokens": 4080, "losses": [loss],
+            "onnx": {"perplexity": float(np.exp(loss)), "kl": loss - 2.845, "top1": right[v], "tokens": 4080},
+            "sample": {"prompt": "Once upon a time", "text": sample},
+            "tasks": {"demo:arc_easy": task(right[v]), "demo:piqa": task(right[v] + 0.1),
+                      "average": {"acc": right[v] + 0.05, "acc_norm": right[v] + 0.03}},
+        }
+        for v, loss in losses.items()
+    }  # fmt: skip
+    differences = [
+        {
+            "variant": one, "minus": other, "loss": change(losses[one] - losses[other], 0.05),
+            "kl": change(losses[one] - losses[other], 0.04), "top1": change(right[one] - right[other], 0.01),
+            "tasks": {"average": {m: change(right[one] - right[other], 0.03) for m in ("acc", "acc_norm")}},
+        }
+        for other, one in combinations(losses, 2)
+    ]  # fmt: skip
+
+    def errors(nmse):
+        return {"nmse": nmse, "relative_error": nmse**0.5, "sink_relative_error": nmse / 100}
+
+    rungs = {"scalar": 0.61, "diagonal": 0.55, "symmetric": 0.31, "procrustes": 0.4, "full": 0.24}
+    cut = {"span": [12, 19], "ladder": {k: errors(v) for k, v in rungs.items()}}
+    cut["operators"] = {"ghost": errors(0.24), "linearpatch-rotate": errors(0.43)}
+    evaluation = {"text": {"windows": 16, "length": 256, "spec": {"bos": 1}}, "variants": variants,
+                  "differences": differences, "boundaries": [cut]}  # fmt: skip
+    write_json(folder / "evaluation.json", evaluation)
+    return evaluation

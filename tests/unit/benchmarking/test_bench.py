@@ -160,6 +160,18 @@ def test_host_bound_gpu_session_is_flagged():
     assert decode["enqueue_median"] == 0.0095 and any("host-bound" in f and "95%" in f for f in decode["flags"])
 
 
+def test_an_unsteady_session_is_flagged_and_a_steady_one_is_not():
+    sessions, clock = loaders({"dense": 0.01}, noise=0.1)
+    sessions["ghost"] = lambda: SyntheticSession(clock, lambda t, p: 0.01 * t, 0.01, 1)
+    measured = run(sessions, clock=clock).to_json()["measurements"]
+    for m in measured:
+        unsteady = [f for f in m["flags"] if f.startswith("unsteady")]
+        assert bool(unsteady) == (m["summary"]["cv"] > 0.025), m["flags"]  # trtexec's limit
+        if m["variant"] == "dense" and m["workload"] == "decode-b1-p4":
+            assert unsteady == [f"unsteady: coefficient of variation {m['summary']['cv']:.1%} > 2.5%"]
+    assert not any(m["flags"] for m in measured if m["variant"] == "ghost")
+
+
 def test_ideal_is_said_before_anything_is_measured():
     sessions, clock = loaders({"dense": 0.01, "ghost": 0.008})
     events = []
@@ -180,8 +192,11 @@ def test_engine_with_broken_logits_is_not_timed():
             logits, cache = super().forward(input_ids, cache)
             return logits * np.nan, cache
 
-    with pytest.raises(ParityError, match="not finite"):
-        run({"dense": lambda: Broken(clock, lambda t, p: 0.01)}, clock=clock)
+    sessions = {"dense": lambda: SyntheticSession(clock, lambda t, p: 0.01)}
+    sessions["ghost"] = lambda: Broken(clock, lambda t, p: 0.01)
+    with pytest.raises(ParityError, match="engine of ghost computes logits that are not finite") as caught:
+        run(sessions, clock=clock)
+    assert "ghostexport verify" in caught.value.remedy
 
 
 def test_workloads_outside_every_profile_are_an_error():

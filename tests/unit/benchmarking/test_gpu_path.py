@@ -7,11 +7,14 @@ shown here.
 import json
 import time
 
+import onnx
 import pytest
 
 from ghostexport.benchmarking import bench, machine
 from ghostexport.benchmarking.facts import read_facts
+from ghostexport.benchmarking.layers import EXECUTIONS
 from ghostexport.benchmarking.parity import engine_agrees
+from ghostexport.benchmarking.stage import write_bench
 from ghostexport.recipe import BenchSection, Execution
 from ghostexport.runtimes import nvinfer
 from ghostexport.runtimes.gpu import Gpu
@@ -59,8 +62,8 @@ def test_variants_are_measured_through_the_gpu_session(release, tmp_path, monkey
         Execution(say=lines.append),
         parity=dict.fromkeys(graphs, True),
         ceilings=CEILINGS,
-    ).to_json()
-    data = json.loads(json.dumps(report, allow_nan=False))
+    )
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
 
     assert data["clock"] == "cuda-events" and data["runtime"] == runtime.name
     assert data["card"]["device"] == "cuda" and data["card"]["gpu"]["name"] == "Ada"
@@ -75,10 +78,28 @@ def test_variants_are_measured_through_the_gpu_session(release, tmp_path, monkey
     assert all(s["gpu_mhz"] == 1980 and s["gpu_celsius"] == 54 for s in data["conditions"]["snapshots"])
     assert all(c["verdict"] != "none" for c in data["comparisons"])
     assert all(data["variants"][v]["engine"]["build_peak_bytes"] >= 0 for v in engines)
+    assert {data["variants"][v]["profiled"] for v in engines} == {"decode-b1-p4"}
+    check_layers(write_bench(tmp_path / "bench", runtime.name, report), runtime.name, graphs)
     # the two sessions measured made 1 + 3 decode visits, every timed step of them a replay (RTX replays inside)
     kept = opened[-2:]
     replays = [s.graph_replays for s in kept]
     assert replays == [0, 0] if is_rtx(release) else min(replays) >= 4 * SECTION.decode_steps
+
+
+def check_layers(written, runtime, graphs):
+    """The files are in trtexec's layout, with the layers and times that the fake's inspector and profiler report."""
+    assert [str(p.relative_to(written[0].parent)) for p in written] == [
+        f"{runtime}.json",
+        *(f"{runtime}/{kind}_{v}.json" for v in graphs for kind in ("layers", "profile")),
+    ]
+    for (_, graph), layers, profile in zip(graphs.items(), written[1::2], written[2::2], strict=True):
+        nodes = [(n.name, n.op_type) for n in onnx.load(graph, load_external_data=False).graph.node]
+        found = json.loads(layers.read_text())
+        assert [(x["Name"], x["LayerType"]) for x in found["Layers"]] == nodes and "input_ids" in found["Bindings"]
+        count, *times = json.loads(profile.read_text())
+        assert count == {"count": EXECUTIONS} and [t["name"] for t in times] == [name for name, _ in nodes]
+        assert [t["medianMs"] for t in times] == [number / 8 for number in range(1, len(nodes) + 1)]
+        assert sum(t["percentage"] for t in times) == pytest.approx(100)
 
 
 def test_parity_of_an_engine_is_checked_against_its_graph(tmp_path, monkeypatch):

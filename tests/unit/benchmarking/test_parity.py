@@ -1,5 +1,6 @@
 """An engine against its own graph, on ONNX Runtime; a wrong engine must be found."""
 
+import numpy as np
 import pytest
 
 from ghostexport.benchmarking.parity import engine_agrees
@@ -9,17 +10,17 @@ from tests.runtime_graphs import dense_graph
 
 
 class Wrong:
-    """A session whose logits are off by a little."""
+    """A session whose logits are off by a factor."""
 
-    def __init__(self, session):
-        self.session = session
+    def __init__(self, session, factor=1.01):
+        self.session, self.factor = session, factor
 
     def __getattr__(self, name):
         return getattr(self.session, name)
 
     def forward(self, ids, cache):
         logits, cache = self.session.forward(ids, cache)
-        return logits * 1.01, cache
+        return logits * self.factor, cache
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,8 @@ def test_an_engine_agrees_with_its_graph_and_a_wrong_one_does_not(engine):
     assert agrees, sentence
     agrees, sentence = engine_agrees(lambda: Wrong(load()), graph, "onnxruntime", "float32", 0)
     assert not agrees and "differ" in sentence
+    agrees, sentence = engine_agrees(lambda: Wrong(load(), np.nan), graph, "onnxruntime", "float32", 0)
+    assert not agrees and sentence == "the engine's logits are not finite"
 
 
 def test_a_bfloat16_engine_is_not_compared_and_says_so(engine):

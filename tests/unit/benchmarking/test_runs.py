@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from ghostexport.benchmarking.compare import compare
-from ghostexport.benchmarking.layers import trtexec_profile, write_layers
-from ghostexport.benchmarking.plots import pool
+from ghostexport.benchmarking.evaluation_section import evaluation_section
+from ghostexport.benchmarking.layers import LayerProfile, trtexec_profile, write_layers
+from ghostexport.benchmarking.plots import pool, scores
 from ghostexport.benchmarking.report import render, render_sweep
+from ghostexport.benchmarking.selection_section import ranking, score_plots
 from ghostexport.benchmarking.sweep import collect
 from ghostexport.benchmarking.table import sentences, summary_cells
 from ghostexport.errors import RunFolderError
-from tests.unit.benchmarking.synthetic import write_run
+from tests.unit.benchmarking.synthetic import write_evaluation, write_run
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,70 @@ def test_report_is_self_contained_and_complete(runs):
     for text in ("[12, 19) of 30 blocks", "ghost.0.matmul", "roofline", "How to reproduce", "linearpatch-rotate"):
         assert text in page
     assert 'class="missing"' not in page
+
+
+def test_report_shows_the_evaluation_of_the_models(tmp_path):
+    page = render(tmp_path)
+    assert "Quality of the models" not in page  # no other stage needs it
+    evaluation = write_evaluation(tmp_path)
+    page = render(tmp_path)
+    tables = evaluation_section(evaluation).tables
+    text = dict(tables[0][2])
+    variants = list(evaluation["variants"])
+    assert text["perplexity / dense"][variants.index("ghost")] == "1.831 [1.742, 1.925]"  # exp(0.605 -+ 0.05)
+    assert text["perplexity / ghost"][0] == "0.546 [0.519, 0.574]"  # dense - ghost: the entry is the other way round
+    assert text["top-1 = dense"][variants.index("ghost")] == "91.0% [90.0%, 92.0%]"
+    tasks = dict(tables[1][2])
+    assert tasks["acc minus dense"][variants.index("ghost")] == "-9.0% [-12.0%, -6.0%]"
+    assert ("procrustes", ["0.4", "0.6325", "0.004"]) in tables[2][2]
+    assert tables[3][2][0] == ("dense", [evaluation["variants"]["dense"]["sample"]["text"]])
+    for caption, _, rows in tables:
+        assert caption in page and all(cell in page for _, cells in rows for cell in cells)
+
+
+def test_scores_of_every_kind_of_criterion_are_drawn_and_ranked():
+    removed = [[1, 2]]
+    kinds = {
+        "one score per block": {"blocks": [3.0, 1.0, 2.0], "ranking": {"removed": [1], "runners_up": [2, 0]}},
+        "windows": {
+            "windows": [[0, 1, 0.1], [1, 2, 0.9], [2, 3, 0.5]], "best": 0.9,
+            "ranking": {"chosen": [1, 2, 0.9], "runners_up": [[2, 3, 0.5]]},
+        },
+        "rounds": {
+            "round 1": [[0, 1, 3.0], [1, 2, 2.0]],
+            "rounds": [{"removed": 1, "loss": 2.0, "runners_up": [[0, 3.0]]}],
+        },
+        "likeness": {"mean similarity": [0.2, 0.9, 0.5], "rls": 0.3, "ranking": {"removed": [1], "runners_up": [2]}},
+        "finalists": {"windows": [[0, 1, 0.1], [1, 2, 0.2]], "perplexity": [[0, 1, 9.0], [1, 2, 8.0]], "best": 8.0},
+        "steps": {
+            "blocks": [[0, 1, 0.3], [1, 2, 0.1]],
+            "steps": [{"removed": [[1, 2]], "perplexity": 8.0, "error": 0.1}],
+        },
+    }  # fmt: skip
+    expected = {
+        "one score per block": ("block 1", ["1", "removed"]),
+        "windows": ("[1, 2)", ["0.9", "removed"]),
+        "rounds": ("round 1", ["block 1 removed", "2", "next: 0 (3)"]),
+        "likeness": ("block 1", ["0.9", "removed"]),
+        "finalists": ("[1, 2)", ["8", "removed"]),
+        "steps": ("step 1", ["[1, 2)", "perplexity 8"]),
+    }
+    for kind, found in kinds.items():
+        drawn = score_plots({"num_blocks": 3, "removed": removed, "criterion": "c", "scores": found})
+        assert list(drawn) == {"likeness": ["mean similarity"], "finalists": ["c score", "perplexity"]}.get(
+            kind, ["c score"]
+        )
+        assert ranking(found, removed)[0] == expected[kind]
+
+
+def test_scores_mark_the_cut_and_name_the_rounds():
+    rounds = {f"round {i}": [(float(b), 1.0 + b + i) for b in range(12)] for i in range(1, 8)}
+    for removed in ([[2, 3]], [[2, 3], [5, 7], [9, 10]]):
+        drawn = scores(rounds, removed, "sleb score")
+        assert drawn.count("fill: #c2700a") == len(removed)
+        assert drawn.count("<!-- removed -->") == (len(removed) if len(removed) <= 2 else 0)
+        shown = re.findall(r"<!-- (round \d) -->", drawn)
+        assert shown == ["round 1", "round 7"] and "<!-- sleb score -->" in drawn
 
 
 def test_report_of_an_empty_run_names_the_commands(tmp_path):
@@ -95,7 +161,8 @@ def test_profile_in_trtexec_layout(tmp_path):
     count, a, b = trtexec_profile(runs)
     assert count == {"count": 3}
     assert a == {"name": "a", "timeMs": 6.0, "averageMs": 2.0, "medianMs": 2.0, "percentage": 50.0} and b["name"] == "b"
-    layers, profile = write_layers(tmp_path, "ghost", [{"Name": "a", "LayerType": "gemm"}], runs)
+    found = LayerProfile("decode-b1-p4", {"Layers": [{"Name": "a", "LayerType": "gemm"}]}, runs)
+    layers, profile = write_layers(tmp_path, "ghost", found)
     assert (layers.name, profile.name) == ("layers_ghost.json", "profile_ghost.json")
     assert json.loads(layers.read_text())["Layers"][0]["Name"] == "a"
 

@@ -6,6 +6,7 @@ session computes is checked by numbers and not only by calls.
 """
 
 import ctypes
+import json
 import pickle
 from functools import cache
 from types import SimpleNamespace
@@ -211,11 +212,25 @@ class ICudaEngine:
     def serialize_with_config(self, config):
         return pickle.dumps(self._content)
 
+    @logged
+    def create_engine_inspector(self):
+        inspector = self._module.EngineInspector()
+        inspector._nodes = _nodes(self._content["graph"])
+        return inspector
+
     def get_aliased_input_tensor(self, name):
         return _aliases(self._content["graph"]).get(name)
 
     def get_weight_streaming_automatic_budget(self):
         return 1 << 20
+
+
+class EngineInspector:
+    def get_engine_information(self, layout):
+        assert layout is self._module.LayerInformationFormat.JSON
+        assert self.execution_context._shapes  # without bound shapes, dims would be -1
+        layers = [{"Name": node.name, "LayerType": node.op_type} for node in self._nodes]
+        return json.dumps({"Layers": layers, "Bindings": sorted(self.execution_context._shapes)})
 
 
 class ISerializationConfig:
@@ -243,6 +258,8 @@ class IRuntimeCache:
 
 
 class IExecutionContext:
+    profiler = None
+
     @logged
     def set_optimization_profile_async(self, index, stream):
         self._active = index
@@ -268,6 +285,9 @@ class IExecutionContext:
         for name, value in zip(names, session.run(names, feeds), strict=True):
             raw = np.ascontiguousarray(value)
             ctypes.memmove(self._addresses[name], raw.ctypes.data, raw.nbytes)
+        if self.profiler is not None:
+            for number, node in enumerate(_nodes(self._content["graph"]), 1):
+                self.profiler.report_layer_time(node.name, number / 8)
         return True
 
     def _read(self, value):
@@ -332,6 +352,7 @@ _BEHAVIOUR = {
         IOptimizationProfile,
         Runtime,
         ICudaEngine,
+        EngineInspector,
         ISerializationConfig,
         IRuntimeConfig,
         IRuntimeCache,
@@ -341,6 +362,12 @@ _BEHAVIOUR = {
         Weights,
     )
 }
+#: What the classes that we subclass get on top.
+_OWN = {
+    "ILogger": {"text", "lines", "log"},
+    "IStreamWriter": {"error", "write"},
+    "IProfiler": {"milliseconds"},
+}
 _SESSIONS = {}
 
 
@@ -349,6 +376,11 @@ def _aliases(graph):
     """Output -> the input it overwrites in place, as the library reports for KV cache updates."""
     nodes = onnx.load(graph, load_external_data=False).graph.node
     return {n.output[0]: n.input[0] for n in nodes if n.op_type == "TensorScatter"}
+
+
+@cache
+def _nodes(graph):
+    return onnx.load(graph, load_external_data=False).graph.node
 
 
 def _session(content):
@@ -383,11 +415,7 @@ class Module:
     def _class(self, name, allowed):
         behaviour = _BEHAVIOUR.get(name)
         bases = (Strict,) if behaviour is None else (behaviour, Strict)
-        own = (
-            frozenset()
-            if name not in ("ILogger", "IStreamWriter")
-            else frozenset({"text", "lines", "error", "log", "write"})
-        )
+        own = frozenset(_OWN.get(name, ()))
         body = {"_allowed": allowed, "_own": own, "_calls": self.calls, "_module": self, "_vendor": name}
         if name == "ILogger":
             severities = {s: Member("Severity", s, i) for i, s in enumerate(("INTERNAL_ERROR", "ERROR", "WARNING"))}

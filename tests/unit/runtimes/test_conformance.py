@@ -15,6 +15,7 @@ from tests.unit.runtimes.vendor_listing import RELEASES, is_rtx, listing
 PACKAGE = Path(__file__).parents[3] / "ghostexport" / "runtimes"
 FILES = (
     "nvinfer.py",
+    "nvinfer_layers.py",
     "nvinfer_options.py",
     "nvinfer_load.py",
     "nvinfer_log.py",
@@ -33,6 +34,7 @@ CLASSES = {
     "parser_error": "ParserError",
     "cuda_engine": "ICudaEngine",
     "context": "IExecutionContext",
+    "inspector": "EngineInspector",
     "runtime": "Runtime",
     "runtime_config": "IRuntimeConfig",
     "runtime_cache": "IRuntimeCache",
