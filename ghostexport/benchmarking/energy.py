@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -63,16 +64,16 @@ class RaplMeter(_Counter):
 
 
 class NvmlMeter(_Counter):
-    """Total energy of the first GPU since the driver was loaded (Volta and later)."""
-
-    source = "NVML total energy, GPU 0"
+    """Total energy of the GPU in use since the driver was loaded (Volta and later)."""
 
     def __init__(self) -> None:
         import pynvml
 
         pynvml.nvmlInit()
-        self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._nvml, gpu = pynvml, visible_gpu()
+        self.source = f"NVML total energy, GPU {gpu}"
+        by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+        self._handle = by_index(int(gpu)) if gpu.isdigit() else by_uuid(gpu)
         self.joules()
 
     def joules(self) -> float:
@@ -116,6 +117,14 @@ class RailMeter:
 
     def _watts(self) -> float:
         return sum(float(mv.read_text()) * float(ma.read_text()) for mv, ma in self._rails.values()) * 1e-6
+
+
+def visible_gpu() -> str:
+    """Index or UUID of the GPU that CUDA calls 0, for NVML and ``nvidia-smi``, which count all of the machine's.
+
+    CUDA puts the fastest first; with GPUs of several kinds set ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, NVML's order.
+    """
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 
 def find_meter(device: str, sysfs: Path = SYSFS) -> EnergyMeter | None:

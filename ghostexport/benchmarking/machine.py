@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from ghostexport.benchmarking.energy import visible_gpu
+from ghostexport.benchmarking.jetson import jetson_card, jetson_gpu_mhz
+
 #: Share of the machine's CPU time used by other processes above which a run is flagged.
 OTHER_LOAD_LIMIT = 0.05
 #: Change of the clock between the first and last third of the run above which it is flagged.
@@ -35,8 +38,8 @@ def card(device: str) -> dict[str, Any]:
     }
     governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     board = _read("/proc/device-tree/model")
-    extra = {"board": board.strip("\0") if board else None, "cpu_governor": governor, "power_mode": _nvpmodel()}
-    facts |= {key: value for key, value in extra.items() if value}
+    extra = {"board": board.strip("\0") if board else None, "cpu_governor": governor}
+    facts |= {key: value for key, value in extra.items() if value} | jetson_card()
     if device == "cuda":
         facts["gpu"] = _gpu_card()
     return facts
@@ -66,7 +69,7 @@ class MachineWatch:
         reading["celsius"] = max(temperatures) if temperatures else None
         reading["throttle_count"] = _throttle_count()
         if self.device == "cuda":
-            reading |= _gpu_state()
+            reading |= {"gpu_mhz": jetson_gpu_mhz()} | _gpu_state()
         self.snapshots.append({key: float(value) for key, value in reading.items() if value is not None})
 
     def other_load(self) -> float:
@@ -117,8 +120,7 @@ def _probe() -> float:
 
 def _busy_seconds() -> float:
     times = psutil.cpu_times()
-    steal = getattr(times, "steal", 0.0)
-    return float(times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0) + steal)
+    return float(sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal")))
 
 
 def _own_seconds() -> float:
@@ -150,31 +152,25 @@ def _read(path: str) -> str | None:
         return None
 
 
-def _nvpmodel() -> str | None:
-    """Jetson's power mode, such as ``MAXN``."""
-    try:
-        done = subprocess.run(["nvpmodel", "-q"], capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next((line.partition(":")[2].strip() for line in done.stdout.splitlines() if "Power Mode" in line), None)
-
-
 def _gpu_state() -> dict[str, float | None]:
     row = _nvidia_smi("clocks.sm,temperature.gpu,clocks_event_reasons.sw_thermal_slowdown")
     if row is None:
         return {}
     clock, celsius, slowdown = row
-    return {"gpu_mhz": float(clock), "gpu_celsius": float(celsius), "gpu_thermal_slowdown": float(slowdown == "Active")}
+    found = {"gpu_mhz": clock, "gpu_celsius": celsius}
+    state: dict[str, float | None] = {k: float(v) for k, v in found.items() if v.replace(".", "").isdigit()}
+    return state | ({"gpu_thermal_slowdown": float(slowdown == "Active")} if "Active" in slowdown else {})
 
 
 def _gpu_card() -> dict[str, str]:
     keys = ("name", "driver_version", "compute_cap", "clocks.max.sm", "power.limit", "memory.total")
     row = _nvidia_smi(",".join(keys))
-    return dict(zip(keys, row, strict=True)) if row else {}
+    return {k: v for k, v in zip(keys, row, strict=True) if "N/A" not in v} if row else {}
 
 
 def _nvidia_smi(query: str) -> list[str] | None:
-    command = ["nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    """One row of values of the GPU in use, ``[N/A]`` where it does not tell (Jetson); None without the command."""
+    command = ["nvidia-smi", "-i", visible_gpu(), f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

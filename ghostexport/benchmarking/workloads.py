@@ -54,8 +54,9 @@ class Workload:
 
     @property
     def tokens_per_visit(self) -> int:
-        """Tokens processed in one visit, prompt included."""
-        return self.batch * (self.tokens + self.steps - 1 if self.kind == "request" else self.tokens * self.steps)
+        """Tokens processed in one visit, the prompt and a decode workload's untimed first step included."""
+        passes = {"prefill": 1, "decode": self.steps + 1, "request": self.steps}[self.kind]
+        return self.batch * (self.tokens + passes - 1)
 
     def forward_passes(self) -> tuple[tuple[int, int], ...]:
         """``(tokens, past)`` of every forward pass of one visit."""

@@ -30,9 +30,10 @@ def test_throttling_is_flagged():
     assert "GPU reported" in condition_flags(snapshots("gpu_thermal_slowdown", [0, 1, 0]))[0]
 
 
-def test_load_of_another_process_is_seen():
+@pytest.mark.parametrize("priority", [0, 10])
+def test_load_of_another_process_is_seen(priority):
     watch = MachineWatch("cpu")
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    busy = subprocess.Popen([sys.executable, "-c", f"import os\nos.nice({priority})\nwhile True: pass"])
     try:
         time.sleep(1.5)
         assert watch.other_load() > 0.1

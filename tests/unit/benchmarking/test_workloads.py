@@ -23,7 +23,7 @@ def test_forward_passes_and_tokens():
     assert Workload("prefill", 2, 8).forward_passes() == ((8, 0),)
     assert Workload("decode", 2, past=4, steps=3).forward_passes() == ((1, 4), (1, 4), (1, 4))
     assert Workload("request", 1, 5, steps=3).forward_passes() == ((5, 0), (1, 5), (1, 6))
-    assert [w.tokens_per_visit for w in (Workload("prefill", 2, 8), Workload("decode", 2, past=4, steps=3))] == [16, 6]
+    assert [w.tokens_per_visit for w in (Workload("prefill", 2, 8), Workload("decode", 2, past=4, steps=3))] == [16, 8]
 
 
 def test_request_times_by_hand():
