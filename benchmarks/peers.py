@@ -10,7 +10,8 @@ RUN is a run folder with ONNX Runtime engines (dense, ghost), MODEL the Hugging 
 * ``torch-compile``: the same with ``StaticCache`` and ``torch.compile``.
 
 A peer that cannot be had here is left out and the reason is printed and stored. Logits of every peer are compared with
-``torch-eager`` on one prompt first; the runtimes differ, so the result holds ratios with intervals and no verdicts.
+``torch-eager`` on one prompt first, and a peer that differs is marked; the runtimes differ, so the result holds ratios
+with intervals and no verdicts. ``peers`` in the JSON lists package, version, settings and parity of each.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import numpy as np
 
 from ghostexport.benchmarking import bench
 from ghostexport.benchmarking.facts import read_facts
+from ghostexport.benchmarking.parity import engine_difference
 from ghostexport.benchmarking.table import speed_rows
+from ghostexport.errors import GhostExportError
 from ghostexport.recipe import BenchSection, BuildSection, Execution
 from ghostexport.runfolder import write_json
 from ghostexport.runtimes import RUNTIMES
@@ -40,12 +43,20 @@ from ghostexport.runtimes.sidecar import read_sidecar
 #: Largest difference of logits from torch-eager, in units of their standard deviation: fp32 on another kernel order.
 TOLERANCE = 1e-3
 STATIC_LENGTH = 1024
+#: Shapes that torch.compile may specialise for before it falls back to eager mode without a word.
+RECOMPILE_LIMIT = 64
+#: Rounds thrown away: torch.compile compiles a shape again as dynamic when it meets the second size of it.
+WARMUP = 3
+PEERS = ("torch-eager", "torch-compile", "optimum", "ort-genai")
 
 Peer = tuple[Callable[[], Session], EngineFile]
 
 
 class Held:
-    """A cache that its own library holds: transformers' cache or a GenAI generator."""
+    """A cache that its own library holds and grows: transformers' cache or a GenAI generator, as of ``length`` tokens.
+
+    A call with an earlier ``Held`` rewinds the library's cache first, so that every decode step meets the same past.
+    """
 
     def __init__(self, inner: Any, batch: int, length: int, token_bytes: int) -> None:
         self.inner, self.batch, self.length, self._token_bytes = inner, batch, length, token_bytes
@@ -53,6 +64,9 @@ class Held:
     @property
     def nbytes(self) -> int:
         return self.batch * self.length * self._token_bytes
+
+    def longer(self, tokens: int) -> Held:
+        return Held(self.inner, self.batch, self.length + tokens, self._token_bytes)
 
 
 class TorchSession:
@@ -66,35 +80,55 @@ class TorchSession:
 
         self._torch, self._compiled = torch, compiled
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        config = self.model.config.get_text_config()
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * size * 4
+        self._config = self.model.config.get_text_config()
+        size = getattr(self._config, "head_dim", None) or self._config.hidden_size // self._config.num_attention_heads
+        self._head = (self._config.num_key_value_heads, size)
+        self._token_bytes = 2 * self._config.num_hidden_layers * self._head[0] * size * 4
+        self._static: dict[int, Any] = {}
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self._call = torch.compile(self.model.forward) if compiled else self.model.forward
 
     def new_cache(self, batch: int, length: int = 0) -> Held:
-        from transformers import DynamicCache, StaticCache
+        from transformers import DynamicCache
 
-        config = self.model.config
-        inner = (
-            StaticCache(config=config, max_cache_len=STATIC_LENGTH) if self._compiled else DynamicCache(config=config)
-        )
+        inner = self._static_cache(batch) if self._compiled else DynamicCache(config=self._config)
         cache = Held(inner, batch, 0, self._token_bytes)
-        return self._run(np.zeros((batch, length), np.int64), cache)[1] if length else cache
+        return self.timed_forward(np.zeros((batch, length), np.int64), cache)[1] if length else cache
 
     def forward(self, input_ids: Any, cache: Held) -> tuple[Any, Held]:
-        logits, longer = self._run(input_ids, cache)
-        return logits.float().numpy(), longer
+        self._rewind(cache)
+        return self._logits(input_ids, cache).float().numpy(), cache.longer(input_ids.shape[1])
 
     def timed_forward(self, input_ids: Any, cache: Held) -> tuple[float, Held]:
+        self._rewind(cache)
         start = time.perf_counter_ns()
-        _, longer = self._run(input_ids, cache)
-        return (time.perf_counter_ns() - start) * 1e-9, longer
+        self._logits(input_ids, cache)
+        return (time.perf_counter_ns() - start) * 1e-9, cache.longer(input_ids.shape[1])
 
     def close(self) -> None:
         del self.model, self._call
-        self._torch.compiler.reset()
+        self._static.clear()
+        if self._compiled:
+            self._torch.compiler.reset()
 
-    def _run(self, input_ids: Any, cache: Held) -> tuple[Any, Held]:
+    def _static_cache(self, batch: int) -> Any:
+        """One cache per batch size, emptied: compiled code is bound to its addresses, another one would recompile."""
+        from transformers import StaticCache
+
+        if batch not in self._static:
+            self._static[batch] = StaticCache(config=self._config, max_cache_len=STATIC_LENGTH)
+            cpu = self._torch.device("cpu")
+            self._static[batch].early_initialization(batch, *self._head, self._torch.float32, cpu)
+        self._static[batch].reset()
+        return self._static[batch]
+
+    @staticmethod
+    def _rewind(cache: Held) -> None:
+        excess = int(cache.inner.get_seq_length()) - cache.length
+        if excess:
+            cache.inner.crop(-excess)
+
+    def _logits(self, input_ids: Any, cache: Held) -> Any:
         torch = self._torch
         total = cache.length + input_ids.shape[1]
         with torch.no_grad():
@@ -105,7 +139,7 @@ class TorchSession:
                 past_key_values=cache.inner,
                 use_cache=True,
             )
-        return out.logits, Held(cache.inner, cache.batch, total, self._token_bytes)
+        return out.logits
 
 
 class GenaiSession:
@@ -131,10 +165,12 @@ class GenaiSession:
         return np.array(longer.inner.get_output("logits"), np.float32), longer
 
     def timed_forward(self, input_ids: Any, cache: Held) -> tuple[float, Held]:
+        if cache.inner.token_count() > cache.length:
+            cache.inner.rewind_to(cache.length)
+        tokens = np.ascontiguousarray(input_ids, np.int32)
         start = time.perf_counter_ns()
-        cache.inner.append_tokens(np.ascontiguousarray(input_ids, np.int32))
-        elapsed = (time.perf_counter_ns() - start) * 1e-9
-        return elapsed, Held(cache.inner, cache.batch, cache.length + input_ids.shape[1], self._token_bytes)
+        cache.inner.append_tokens(tokens)
+        return (time.perf_counter_ns() - start) * 1e-9, cache.longer(input_ids.shape[1])
 
     def close(self) -> None:
         del self._model
@@ -147,64 +183,123 @@ def main() -> None:
     parser.add_argument("--optimum-python", type=Path, help="interpreter of an environment with optimum-onnx")
     parser.add_argument("--work", type=Path, default=Path("peers"), help="where the peers' graphs go")
     parser.add_argument("--preset", default="edge", choices=["edge", "quick"])
-    parser.add_argument("--without", nargs="*", default=[], help="peers to leave out")
+    parser.add_argument("--without", nargs="*", default=[], choices=PEERS, help="peers to leave out")
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results" / "peers.json")
     arguments = parser.parse_args()
     execution = Execution(device="cpu", say=print)
-    own = {v: read_sidecar(arguments.run / "engines" / "onnxruntime" / f"{v}.json") for v in ("dense", "ghost")}
-    ort = RUNTIMES["onnxruntime"]
-    peers: dict[str, Peer] = {v: (functools.partial(ort.load, e, execution), e) for v, e in own.items()}
     dense = read_facts(arguments.run / "onnx" / "dense.onnx", 0)
+    peers, parity, missing = gather(arguments, dense.kv_bytes_per_token, execution)
+    facts = dict.fromkeys(peers, dense) | {"ghost": read_facts(arguments.run / "onnx" / "ghost.onnx", 0)}
+    agrees = {name: found["agrees"] for name, found in parity.items()}
+    report = bench(
+        {name: load for name, (load, _) in peers.items()},
+        {name: engine for name, (_, engine) in peers.items()},
+        facts,
+        BenchSection.model_validate({"preset": arguments.preset, "warmup": WARMUP}),
+        execution,
+        parity=agrees,
+    ).to_json()
+    settings = {
+        name: {"package": e.runtime, "version": e.version, "settings": dict(e.flags), "parity": parity[name]}
+        for name, (_, e) in peers.items()
+    }
+    write_json(arguments.output, report | {"peers": settings, "missing": missing})
+    show(report, parity, missing)
+
+
+def gather(
+    arguments: argparse.Namespace, token_bytes: int, execution: Execution
+) -> tuple[dict[str, Peer], dict[str, dict[str, Any]], dict[str, str]]:
+    """The peers that can be had, how each agrees with ``torch-eager``, and why the others are missing."""
+    ort = RUNTIMES["onnxruntime"]
+    own = {v: read_sidecar(arguments.run / "engines" / "onnxruntime" / f"{v}.json") for v in ("dense", "ghost")}
+    peers: dict[str, Peer] = {v: (functools.partial(ort.load, e, execution), e) for v, e in own.items()}
+    reference = last_logits(torch_peer(arguments.model, False)[0])
+    # ghost is another model: its engine is held against its own graph
+    worst = engine_difference(peers["ghost"][0], arguments.run / "onnx" / "ghost.onnx", 0)
+    parity = {"dense": compared(peers["dense"][0], reference), "ghost": judged(worst, "its graph")}
     makers: dict[str, Callable[[], Peer]] = {
         "torch-eager": functools.partial(torch_peer, arguments.model, False),
         "torch-compile": functools.partial(torch_peer, arguments.model, True),
         "optimum": functools.partial(optimum_peer, arguments, execution),
-        "ort-genai": functools.partial(genai_peer, arguments, dense.kv_bytes_per_token),
+        "ort-genai": functools.partial(genai_peer, arguments, token_bytes),
     }
     missing: dict[str, str] = {}
     for name, make in makers.items():
         if name in arguments.without:
             continue
         try:
-            peers[name] = make()
-        except (ImportError, OSError, subprocess.CalledProcessError, ValueError) as error:
+            peer = make()
+            parity[name] = compared(peer[0], reference)
+            peers[name] = peer
+        except (
+            ImportError,
+            OSError,
+            subprocess.CalledProcessError,
+            ValueError,
+            RuntimeError,
+            GhostExportError,
+        ) as error:
             missing[name] = f"{type(error).__name__}: {error}"
             print(f"{name} is left out: {missing[name]}")
-    parity = {name: agreement(load, peers["torch-eager"][0]) for name, (load, _) in peers.items() if name != "ghost"}
-    print("largest difference from torch-eager, in standard deviations:", parity)
-    facts = dict.fromkeys(peers, dense)
-    facts["ghost"] = read_facts(arguments.run / "onnx" / "ghost.onnx", 0)
-    report = bench(
-        {name: load for name, (load, _) in peers.items()},
-        {name: engine for name, (_, engine) in peers.items()},
-        facts,
-        BenchSection.model_validate({"preset": arguments.preset}),
-        execution,
-        parity={name: worst < TOLERANCE for name, worst in parity.items()} | {"ghost": True},
-    ).to_json()
-    report |= {"missing": missing, "parity_worst": parity}
-    write_json(arguments.output, report)
-    for label, cells in speed_rows(report, list(peers)):
-        print(f"{label:40}", *(f"{cell:>16}" for cell in cells or peers))
+    for name, found in parity.items():
+        text = f"parity of {name}: {found['worst']:.1e} standard deviations from {found['against']}"
+        print(text if found["agrees"] else f"{text}: FAILED, tolerance {TOLERANCE:.0e}")
+    return peers, parity, missing
 
 
-def agreement(load: Callable[[], Session], reference: Callable[[], Session]) -> float:
-    """Largest difference of the last token's logits over their standard deviation, on 24 tokens and one step more."""
+def compared(load: Callable[[], Session], reference: Any) -> dict[str, Any]:
+    """The largest difference of :func:`last_logits` from ``reference``, in its standard deviations."""
+    return judged(float(np.abs(last_logits(load) - reference).max() / reference.std()), "torch-eager")
+
+
+def judged(worst: float, against: str) -> dict[str, Any]:
+    return {"against": against, "worst": worst, "agrees": worst < TOLERANCE}
+
+
+def show(report: dict[str, Any], parity: dict[str, dict[str, Any]], missing: dict[str, str]) -> None:
+    """The table, peers without parity marked, and everything that speaks against the figures below it."""
+    failed = [name for name, found in parity.items() if not found["agrees"]]
+    names = [f"{name} (!)" if name in failed else name for name in report["variants"]]
+    for label, cells in speed_rows(report, list(report["variants"])):
+        print(f"{label:40}", *(f"{cell:>17}" for cell in cells or names))
+    for name in failed:
+        print(
+            f"(!) {name} computes something else, {parity[name]['worst']:.1e} standard deviations off: do not compare."
+        )
+    for name, reason in missing.items():
+        print(f"left out: {name}: {reason.splitlines()[0]}")
+    for flag in report["flags"]:
+        print(f"caution: {flag}")
+
+
+def last_logits(load: Callable[[], Session]) -> Any:
+    """The last token's logits ``(2 V)`` after a prompt of 24 tokens and after one step more.
+
+    Raises:
+        ValueError: they are not finite.
+    """
     prompt = np.random.default_rng(0).integers(0, 100, (1, 24), dtype=np.int64)
-    rows = []
-    for open_session in (reference, load):
-        session = open_session()
+    session = load()
+    try:
         first, cache = session.forward(prompt, session.new_cache(1))
         second, _ = session.forward(prompt[:, :1], cache)
-        rows.append(np.concatenate([first[0, -1], second[0, -1]]))
+        found = np.concatenate([first[0, -1], second[0, -1]])
+    finally:
         session.close()
-    return float(np.abs(rows[0] - rows[1]).max() / rows[0].std())
+    if not np.isfinite(found).all():
+        raise ValueError(f"{np.count_nonzero(~np.isfinite(found))} of {found.size} logits are not finite")
+    return found
 
 
 def torch_peer(model: Path, compiled: bool) -> Peer:
     name = "torch-compile" if compiled else "torch-eager"
+    import torch
+    import transformers
+
     flags = {"cache": f"StaticCache({STATIC_LENGTH})" if compiled else "DynamicCache", "attention": "sdpa"}
-    flags["mode"] = "torch.compile default" if compiled else "eager"
+    flags |= {"mode": "torch.compile default" if compiled else "eager", "dtype": "float32"}
+    flags |= {"threads": torch.get_num_threads(), "transformers": transformers.__version__}
     return functools.partial(TorchSession, model, compiled), stub(name, "torch", model / "model.safetensors", flags)
 
 
@@ -230,6 +325,7 @@ def genai_peer(arguments: argparse.Namespace, token_bytes: int) -> Peer:
         command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(arguments.model.absolute())]
         subprocess.run([*command, "-o", str(folder), "-p", "fp32", "-e", "cpu"], check=True)
     flags = {"precision": "fp32", "execution_provider": "cpu", "max_length": genai_length(folder)}
+    flags["threads"] = "the library's default"
     return functools.partial(GenaiSession, folder, token_bytes), stub(
         "ort-genai", "onnxruntime-genai", folder / "model.onnx.data", flags
     )
