@@ -1,9 +1,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from tests.exports import FOLDER
 from tests.tiny import tiny_folder
 
 #: Enough text for C = 64 (at least 2 C tokens), every document different.
@@ -18,8 +21,24 @@ def write_text(path, documents=400):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    return tiny_folder(tmp_path_factory.mktemp("model") / "tiny")
+def tiny_model():
+    """A model folder; it is shared by all processes of the test run, so nobody may write into it."""
+    folder = Path(os.environ[FOLDER]) / "tiny-model"
+    with FileLock(f"{folder}.lock"):
+        return folder if folder.exists() else tiny_folder(folder)
+
+
+@pytest.fixture(scope="session")
+def exported_run(tiny_model):
+    """A run in which the tiny model is exported: ``folder.adopt("export", exported_run)`` saves another export."""
+    from ghostexport.cli import resolve
+    from ghostexport.pipeline import run as run_pipeline
+
+    path = Path(os.environ[FOLDER]) / "tiny-run"
+    with FileLock(f"{path}.lock"):
+        recipe, folder = resolve(str(tiny_model), path, None, {"select": {"prune": 2}})
+        run_pipeline(recipe, folder, goal="export")
+    return folder
 
 
 @pytest.fixture(scope="session")

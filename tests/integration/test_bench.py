@@ -11,7 +11,7 @@ VARIANTS = ("dense", "pruned", "ghost", "linearpatch-rotate")
 
 
 @pytest.fixture(scope="module")
-def benched(tiny_model, text_file, tmp_path_factory):
+def benched(tiny_model, exported_run, text_file, tmp_path_factory):
     from ghostexport.cli import resolve
     from ghostexport.pipeline import run as run_pipeline
 
@@ -22,6 +22,7 @@ def benched(tiny_model, text_file, tmp_path_factory):
         "bench": {"preset": "quick", "prefill_tokens": [16], "decode_past": [8], "request": [4, 3], "eval_tokens": 200},
     }
     recipe, folder = resolve(str(tiny_model), tmp_path_factory.mktemp("runs") / "run", None, flags)
+    folder.adopt("export", exported_run)
     run_pipeline(recipe, folder, goal="bench")
     return folder.path
 

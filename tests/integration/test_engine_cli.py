@@ -19,7 +19,7 @@ no_gpu = pytest.mark.skipif(RUNTIMES["tensorrt-rtx"].availability().run, reason=
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model, text_file, tmp_path_factory):
+def run(tiny_model, exported_run, text_file, tmp_path_factory):
     """A run with ONNX Runtime engines and one operator."""
     flags = {
         "calibration": {"source": str(text_file), "sequences": 24, "length": 64},
@@ -28,6 +28,7 @@ def run(tiny_model, text_file, tmp_path_factory):
         "build": {"runtimes": ["onnxruntime"], "max_tokens": 16, "max_past": 31},
     }
     recipe, folder = resolve(str(tiny_model), tmp_path_factory.mktemp("runs") / "run", None, flags)
+    folder.adopt("export", exported_run)
     run_pipeline(recipe, folder, goal="build")
     return folder.path
 

@@ -22,7 +22,7 @@ OPERATORS = ["ghost", "replaceme-lstsq"]
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model, text_file, tmp_path_factory):
+def run(tiny_model, exported_run, text_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "run"
     flags = {
         "calibration": {"source": str(text_file), "sequences": 24, "length": 64, "held_out_sequences": 6},
@@ -32,6 +32,7 @@ def run(tiny_model, text_file, tmp_path_factory):
         "eval": {"windows": 5, "generate": 8, "resamples": 200},
     }
     recipe, run_folder = resolve(str(tiny_model), folder, None, flags)
+    run_folder.adopt("export", exported_run)
     run_pipeline(recipe, run_folder, goal="eval")
     return folder, json.loads((folder / "evaluation.json").read_text())
 
