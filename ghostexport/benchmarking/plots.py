@@ -137,6 +137,7 @@ def scores(series: Mapping[str, Sequence[tuple[float, float]]], removed: Sequenc
     values = [y for points in series.values() for _, y in points]
     if min(values) > 0 and max(values) > 50 * min(values):  # one indispensable block would flatten all others
         axis.set_yscale("log")
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("block (of a span: its first)")
     axis.set_ylabel(label)
     if len(series) > 1:
