@@ -6,8 +6,8 @@
 
 Weights inside a block have more inputs than the stream has channels, and their activations are nearly collinear: least
 squares would follow the calibration text. Every fourth sequence judges. The ridge is the one of :data:`RIDGES` whose
-fit on the others errs least there, and the old weight stays when none errs less than it; the winner is solved again on
-all sequences.
+fit on the others errs least there, and the old weight stays when none errs at least one percent less than it; the winner
+is solved again on all sequences.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2)
 #: Every JUDGES-th sequence judges.
 JUDGES = 4
 
-#: A change must lower the judges' error by more than rounding.
-IMPROVEMENT = 1e-6
+#: A change must lower the judges' error by this share: many tiny changes, each just better on the judges, add up to a
+#: model that reads other text worse (SmolLM2, 7 of 30 blocks: benchmarks/results/quality.md).
+IMPROVEMENT = 1e-2
 
 
 @dataclass(frozen=True, eq=False)

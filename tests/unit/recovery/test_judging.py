@@ -41,6 +41,22 @@ def test_noise_gets_a_large_ridge_and_the_winner_is_solved_on_all():
     torch.testing.assert_close(choice.change, expected)
 
 
+def test_less_than_one_percent_is_left_alone():
+    """Half of one percent of the judges' error could go: not enough. Two percent are."""
+    random = torch.Generator().manual_seed(2)
+    X = [torch.linalg.qr(torch.randn(400, 12, generator=random).double()).Q * 20 for _ in range(2)]  # X'X = 400 I
+    noise = [torch.randn(400, 12, generator=random).double() for _ in range(2)]
+    for share, learnt in ((0.005, False), (0.02, True)):
+        folds = [BoundaryMoments(12) for _ in range(2)]
+        for fold, x, n in zip(folds, X, noise, strict=True):
+            n = n - x @ (x.T @ n) / 400  # so that exactly ``share`` of the squared change is explained
+            explained = x * (share / (1 - share) * n.square().sum() / x.square().sum()).sqrt()
+            fold.add_change(x, explained + n)
+        choice = choose_change(*folds)
+        assert choice.error == pytest.approx(1 - share, abs=1e-3)
+        assert (choice.change is not None) == learnt
+
+
 def test_nobody_to_judge_is_an_error():
     fold = BoundaryMoments(12)
     fold.add_change(torch.eye(12).double(), torch.eye(12).double())
