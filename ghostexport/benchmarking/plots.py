@@ -116,7 +116,7 @@ def scores(series: Mapping[str, Sequence[tuple[float, float]]], removed: Sequenc
     Of more than three series (the rounds of a greedy search) only the first and the last have a colour.
     """
     figure, (axis,) = _figure(f"scores {label}", 2.6)
-    named = list(series) if len(series) <= 3 else [list(series)[0], list(series)[-1]]
+    named = list(series) if len(series) <= 3 else [next(iter(series)), list(series)[-1]]
     for name, points in series.items():
         style = {"color": _CYCLE[named.index(name)], "label": name} if name in named else {"color": "#c4c9d0"}
         axis.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.2, zorder=2 + (name in named), **style)
