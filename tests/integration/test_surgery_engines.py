@@ -24,8 +24,8 @@ def test_a_cut_and_spliced_graph_builds(name: str, tmp_path: Path) -> None:
     plan = plan_of("two")
     graph = tmp_path / "ghost.onnx"
     operate(FOLDER / name / "model.onnx", plan, dense_operators(plan, 32), graph)
-    settings = BuildSection()
+    settings = BuildSection(profiles="single")  # several profiles are a matter of test_build_tensorrt_rtx.py
     engine = runtime.build(graph, tmp_path / "ghost", "ghost", settings, Execution())
     cached = FIXTURES[name].producer != "torch"  # torch's own export has no cache
     assert len([i for i in engine.inputs if "past" in i.name]) == (2 * len(plan.kept) if cached else 0)
-    assert len(engine.profiles) == 2
+    assert len(engine.profiles) == 1
