@@ -4,11 +4,11 @@
     python benchmarks/quality.py --work CELLS --parts repairs --prune 7
     python benchmarks/quality.py --work CELLS --parts         # measure nothing, write JSON, tables and figures
 
-Parts: ``repairs`` (every repair on the span that ``streamline`` picks and on the best criterion's plan), ``criteria``
-(every criterion with the operators of OPERATORS), ``sizes`` (16 to 256 calibration sequences), ``tasks`` (zero-shot
-accuracy on the same items, and a sample of text). Calibration text is wiki and C4; held-out windows come from other
-documents of both, from code and from presidential messages of 1790 to 1900. Every measured cell is one JSON file in
-CELLS, with its operators beside it, so an interrupted run continues where it stopped.
+Parts: ``repairs`` (every repair on the span that ``streamline`` picks and on another criterion's plan), ``criteria``
+(every criterion with the operators of OPERATORS, on two of the domains), ``sizes`` (16 to 256 calibration sequences),
+``tasks`` (zero-shot accuracy on the same items, and a sample of text). Calibration text is wiki and C4; held-out
+windows come from other documents of both, from code and from presidential messages of 1790 to 1900. Every measured cell
+is one JSON file in CELLS, with its operators beside it, so an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import math
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from quality_report import cell_name, render
+from quality_report import COMPARED, cell_name, render
 from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 
 from ghostexport import models, recovery, selection
@@ -56,7 +56,7 @@ REPAIRS = (
     "ghost-split+refit",
     "ghost-zero+refit",
 )
-OPERATORS = ("pruned", "linearpatch-rotate", "ghost", "ghost-weighted", "ghost-split")
+OPERATORS = ("pruned", "linearpatch-rotate", "ghost", "ghost-split")
 SIZED = ("ghost", "ghost-split", "ghost-split+refit")
 ASKED = ("pruned", "linearpatch-rotate", "ghost", "ghost-split+refit")
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "boolq", "openbookqa", "rte", "copa")
@@ -90,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repairs", nargs="+", default=list(REPAIRS))
     parser.add_argument("--plan", help="criterion whose plan the repairs are measured on besides streamline's")
     parser.add_argument("--sequences", type=int, default=64, help="calibration sequences of 512 tokens")
+    parser.add_argument("--criteria-sequences", type=int, default=32, help="the same of the part criteria")
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128, 256], help="of the part sizes")
     parser.add_argument("--select-sequences", type=int, default=6, help="the first ones, for every criterion")
     parser.add_argument("--windows", type=int, default=5, help="held-out windows of 512 tokens per domain")
@@ -104,9 +105,11 @@ def repairs(bench: Bench, arguments: argparse.Namespace) -> None:
 
 
 def criteria(bench: Bench, arguments: argparse.Namespace) -> None:
-    for criterion in arguments.criteria:
-        for depth in sorted(arguments.prune, reverse=True):
-            bench.measure(bench.plan(depth, criterion), arguments.sequences, OPERATORS)
+    two = {domain: bench.held_out[domain] for domain in COMPARED}
+    for depth in arguments.prune:
+        for criterion in ("streamline", *(c for c in arguments.criteria if c != "streamline")):
+            plan = bench.plan(depth, criterion)
+            bench.measure(plan, arguments.criteria_sequences, OPERATORS, two, "criteria")
 
 
 def sizes(bench: Bench, arguments: argparse.Namespace) -> None:
@@ -147,7 +150,7 @@ class Bench:
             arguments.select_sequences,
             held_out_windows(texts, arguments.windows),
         )
-        bench.cell("text-dense", {"repair": "dense"}, lambda: {"losses": bench.losses(loaded.model)})
+        bench.cell("text-dense", {"repair": "dense"}, lambda: {"losses": losses(loaded.model, bench.held_out)})
         return bench
 
     def drawn(self, size: int) -> CalibrationSet:
@@ -172,10 +175,17 @@ class Bench:
         print(time.strftime("%H:%M:%S"), criterion, plan, flush=True)
         return plan
 
-    def measure(self, plan: PrunePlan, size: int, repairs: Sequence[str]) -> None:
+    def measure(
+        self,
+        plan: PrunePlan,
+        size: int,
+        repairs: Sequence[str],
+        held_out: Mapping[str, CalibrationSet] | None = None,
+        kind: str = "text",
+    ) -> None:
         """Every repair of one plan: the unrefitted ones share a pass, each refit is its own."""
         possible = [r for r in repairs if plan.kept[0] == 0 or r.partition("+")[0] not in INSIDE]
-        missing = [r for r in possible if not self._path(plan, size, r).exists()]
+        missing = [r for r in possible if not self._path(plan, size, r, kind).exists()]
         plain = [r for r in missing if REFIT not in r and r != "pruned"]
         groups = [["pruned"]] * ("pruned" in missing) + [plain] * bool(plain) + [[r] for r in missing if REFIT in r]
         for group in groups:
@@ -189,10 +199,11 @@ class Bench:
                 about = {"prune": plan.num_removed, "removed": plan.to_json()["removed"], "size": size}
                 about |= {"repair": repair, "seconds": seconds, "shared_with": len(group) - 1, "fit": fit}
                 patched = models.patch(self.loaded, plan, operators).model
-                self.cell(self._path(plan, size, repair).stem, about, lambda m=patched: {"losses": self.losses(m)})
+                name = self._path(plan, size, repair, kind).stem
+                self.cell(name, about, lambda m=patched: {"losses": losses(m, held_out or self.held_out)})
 
-    def _path(self, plan: PrunePlan, size: int, repair: str) -> Path:
-        return self.work / f"text-{cell_name(plan.to_json(), size, repair)}.json"
+    def _path(self, plan: PrunePlan, size: int, repair: str, kind: str = "text") -> Path:
+        return self.work / f"{kind}-{cell_name(plan.to_json(), size, repair)}.json"
 
     def _fit(self, plan: PrunePlan, size: int, repairs: Sequence[str]) -> None:
         names = tuple(repair.partition("@")[0] for repair in repairs)
@@ -207,18 +218,6 @@ class Bench:
         if repair == "pruned":
             return None
         return load_operators(self._path(plan, size, repair).with_suffix(".safetensors"))
-
-    def losses(self, model: Any) -> dict[str, list[float]]:
-        """Summed negative log-likelihood of the 511 predicted tokens of every window, by domain."""
-        found: dict[str, list[float]] = {}
-        for domain, windows in self.held_out.items():
-            found[domain] = []
-            for batch in windows.batches(tokens=1):
-                with torch.no_grad():
-                    logits = model(input_ids=batch.input_ids, use_cache=False).logits[0, :-1]
-                nll = torch.nn.functional.cross_entropy(logits.float(), batch.input_ids[0, 1:], reduction="sum")
-                found[domain].append(float(nll))
-        return found
 
     def ask(self, name: str, model: Any, items: int) -> None:
         """Zero-shot answers to the first items of every task in bfloat16, and a greedy continuation of the prompt."""
@@ -245,9 +244,22 @@ class Bench:
         machine = {"device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads, float32"}
         result = about | measure() | versions | machine
         write_json(path, result)
-        losses = result.get("losses", {})
-        shown = {d: round(math.exp(sum(v) / ((LENGTH - 1) * len(v))), 1) for d, v in losses.items()}
+        found = result.get("losses", {})
+        shown = {d: round(math.exp(sum(v) / ((LENGTH - 1) * len(v))), 1) for d, v in found.items()}
         print(time.strftime("%H:%M:%S"), name, result.get("seconds", ""), shown, flush=True)
+
+
+def losses(model: Any, held_out: Mapping[str, CalibrationSet]) -> dict[str, list[float]]:
+    """Summed negative log-likelihood of the 511 predicted tokens of every window, by domain."""
+    found: dict[str, list[float]] = {}
+    for domain, windows in held_out.items():
+        found[domain] = []
+        for batch in windows.batches(tokens=1):
+            with torch.no_grad():
+                logits = model(input_ids=batch.input_ids, use_cache=False).logits[0, :-1]
+            nll = torch.nn.functional.cross_entropy(logits.float(), batch.input_ids[0, 1:], reduction="sum")
+            found[domain].append(float(nll))
+    return found
 
 
 def removal_order(plan: PrunePlan) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +42,21 @@ def draw_depths(result: dict[str, Any], size: int, path: Path) -> None:
     plt.close(drawing)
 
 
-def draw_criteria(result: dict[str, Any], size: int, path: Path) -> None:
-    """Every plan's perplexity, one panel per depth, one mark per operator; lowest plan on top."""
-    rows = [row for row in result["rows"] if row["size"] == size and row["criteria"]]
+def draw_criteria(rows: Sequence[dict[str, Any]], operators: Sequence[str], path: Path) -> None:
+    """Every plan's perplexity, one panel per depth, one mark per operator; the best plan on top."""
     depths = sorted({row["prune"] for row in rows})
-    marks = {"pruned": "x", "linearpatch-rotate": "^", "ghost": "o", "ghost-weighted": "s", "ghost-split": "D"}
-    drawing, panels = plt.subplots(
-        1, len(depths), figsize=(4.6 * len(depths), 4.8), layout="constrained", squeeze=False
-    )
+    if not depths:
+        return
+    drawing, panels = plt.subplots(1, len(depths), figsize=(4.6 * len(depths), 5), layout="constrained", squeeze=False)
     for panel, depth in zip(panels[0], depths, strict=True):
-        own = [row for row in rows if row["prune"] == depth]
+        own = [row | {"label": "\n".join(row["criteria"])} for row in rows if row["prune"] == depth]
         best: dict[str, float] = {}
         for row in own:
-            label = "\n".join(row["criteria"])
-            best[label] = min(best.get(label, float("inf")), row["geometric_mean"])
+            best[row["label"]] = min(best.get(row["label"], float("inf")), row["geometric_mean"])
         labels = sorted(best, key=lambda label: -best[label])
-        for repair, mark in marks.items():
-            points = [
-                (r["geometric_mean"], labels.index("\n".join(r["criteria"]))) for r in own if r["repair"] == repair
-            ]
-            if points:
-                panel.plot(*zip(*points, strict=True), mark, label=repair, markersize=6, linestyle="none", alpha=0.8)
+        for operator, mark in zip(operators, "x^oD", strict=True):
+            points = [(r["geometric_mean"], labels.index(r["label"])) for r in own if r["repair"] == operator]
+            panel.plot(*zip(*points, strict=True), mark, label=operator, markersize=6, alpha=0.8)
         panel.set_yticks(range(len(labels)), labels=labels, fontsize=7)
         panel.set(xscale="log", xlabel="perplexity (geometric mean)", title=f"{depth} of 30 blocks removed")
         panel.grid(alpha=0.3)

@@ -18,6 +18,7 @@ from ghostexport.runfolder import write_bytes, write_json
 #: Geometric means: over the demo texts, and over prose alone (code and presidential messages are never calibrated on).
 AVERAGED = ("wiki", "c4", "code")
 PROSE = ("wiki", "c4", "speeches")
+COMPARED = ("wiki", "code")  # of the comparison of criteria
 PREDICTED = 511  # tokens of a window
 RESAMPLES = 4000
 
@@ -49,7 +50,8 @@ def render(work: Path, results: Path, size: int, operators: Sequence[str]) -> No
         "recipe": recipe,
         "recipe_sha256": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest(),
         "dense": {d: perplexity(v) for d, v in dense["losses"].items()} | {"geometric_mean": geometric_mean(dense)},
-        "rows": rows(cells, plans, size),
+        "rows": rows(cells, plans),
+        "criteria": criteria_rows([read(path) for path in sorted(work.glob("criteria-*.json"))], plans),
         "tasks": task_rows(answers, plans, size),
         "samples": {name: cell["sample"] for name, cell in answers.items()},
     }
@@ -57,7 +59,7 @@ def render(work: Path, results: Path, size: int, operators: Sequence[str]) -> No
     write_json(results / "quality.json", result)
     write_bytes(results / "quality.md", markdown(result, size, operators).encode())
     draw_depths(result, size, results / "quality.png")
-    draw_criteria(result, size, results / "quality_criteria.png")
+    draw_criteria(result["criteria"], operators, results / "quality_criteria.png")
 
 
 def read(path: Path) -> Cell:
@@ -77,18 +79,12 @@ def mean_log(cell: Cell, domains: Sequence[str]) -> float:
     return float(np.mean([np.mean(cell["losses"][domain]) / PREDICTED for domain in domains]))
 
 
-def rows(cells: Sequence[Cell], plans: Sequence[Cell], size: int) -> list[Cell]:
-    """One row per cell: perplexities, and paired ratios to ghost on the same plan and on streamline's plan."""
+def rows(cells: Sequence[Cell], plans: Sequence[Cell]) -> list[Cell]:
+    """One row per cell: perplexities, and paired ratios to ghost on the same plan and to the same without a refit."""
     by_name = {cell_name(cell, cell["size"], cell["repair"]): cell for cell in cells}
-    published = {
-        sum(stop - start for start, stop in plan["removed"]): cell_name(plan, size, "ghost")
-        for plan in plans
-        if plan["criterion"] == "streamline"
-    }
     found = []
     for cell in cells:
-        row = {name: cell[name] for name in ("prune", "removed", "size", "repair", "seconds", "shared_with")}
-        row["criteria"] = [plan["criterion"] for plan in plans if plan["removed"] == cell["removed"]]
+        row = described(cell, plans)
         row |= {domain: perplexity(losses) for domain, losses in cell["losses"].items()}
         row["geometric_mean"], row["geometric_mean_prose"] = geometric_mean(cell), geometric_mean(cell, PROSE)
         for figure in ("relative_error_held_out", "nmse_held_out"):
@@ -97,14 +93,33 @@ def rows(cells: Sequence[Cell], plans: Sequence[Cell], size: int) -> list[Cell]:
         if same is not None:
             row["ratio_to_ghost"], row["ratio_to_ghost_prose"] = ratio(cell, same, AVERAGED), ratio(cell, same, PROSE)
             row["ratio_by_domain"] = {domain: ratio(cell, same, (domain,)) for domain in cell["losses"]}
-        reference = by_name.get(published.get(cell["prune"], ""))
-        if reference is not None:
-            row["ratio_to_published"] = ratio(cell, reference, AVERAGED)
         unrefitted = by_name.get(cell_name(cell, cell["size"], cell["repair"].partition("+")[0]))
         if "+" in cell["repair"] and unrefitted is not None:
             row["ratio_to_unrefitted"] = {d: ratio(cell, unrefitted, (d,)) for d in cell["losses"]}
         found.append(row)
     return sorted(found, key=lambda row: (row["prune"], row["removed"], row["size"], -row["geometric_mean"]))
+
+
+def criteria_rows(cells: Sequence[Cell], plans: Sequence[Cell]) -> list[Cell]:
+    """One row per plan and operator: geometric mean of COMPARED, and its paired ratio to ghost on streamline's plan."""
+    published = {
+        cell["prune"]: cell
+        for cell in cells
+        if cell["repair"] == "ghost" and "streamline" in described(cell, plans)["criteria"]
+    }
+    found = []
+    for cell in cells:
+        row = described(cell, plans) | {"geometric_mean": geometric_mean(cell, COMPARED)}
+        row |= {domain: perplexity(losses) for domain, losses in cell["losses"].items()}
+        if cell["prune"] in published:
+            row["ratio_to_published"] = ratio(cell, published[cell["prune"]], COMPARED)
+        found.append(row)
+    return sorted(found, key=lambda row: (row["prune"], row["removed"], -row["geometric_mean"]))
+
+
+def described(cell: Cell, plans: Sequence[Cell]) -> Cell:
+    row = {name: cell[name] for name in ("prune", "removed", "size", "repair", "seconds", "shared_with")}
+    return row | {"criteria": [plan["criterion"] for plan in plans if plan["removed"] == cell["removed"]]}
 
 
 def ratio(cell: Cell, other: Cell, domains: Sequence[str]) -> dict[str, float]:
@@ -147,7 +162,7 @@ def markdown(result: Cell, size: int, operators: Sequence[str]) -> str:
         "",
         "dense: " + ", ".join(f"{d} {p:.1f}" for d, p in result["dense"].items()),
     ]
-    lines += repair_tables(result["rows"], size) + criteria_tables(result["rows"], size, operators)
+    lines += repair_tables(result["rows"], size) + criteria_table(result["criteria"], operators)
     lines += size_tables(result["rows"]) + task_table(result["tasks"]) + samples(result)
     return "\n".join(lines) + "\n"
 
@@ -176,11 +191,18 @@ def repair_row(row: Cell) -> str:
     return f"| {row['repair']} | {texts} | {' | '.join(means)} | {errors} | {row['seconds']:.0f} |"
 
 
-def criteria_tables(rows: Sequence[Cell], size: int, operators: Sequence[str]) -> list[str]:
+def criteria_table(rows: Sequence[Cell], operators: Sequence[str]) -> list[str]:
     lines = ["", "## Criteria x operators", ""]
-    lines += ["Geometric mean; in brackets the ratio to `ghost` on streamline's plan, with its interval.", ""]
-    lines += ["| n | plan | criteria | " + " | ".join(operators) + " |", "|---|---|---|" + "---|" * len(operators)]
-    for group in sorted(grouped(rows, size), key=lambda g: (g[0]["prune"], lowest(g))):
+    size = rows[0]["size"] if rows else 0
+    lines += [
+        f"Geometric mean perplexity of {' and '.join(COMPARED)}, {size} calibration sequences, best plan of each depth "
+        "first; in brackets the ratio to `ghost` on streamline's plan of the same depth, with its interval.",
+        "",
+        "| n | plan | criteria | " + " | ".join(operators) + " |",
+        "|---|---|---|" + "---|" * len(operators),
+    ]
+    groups = grouped(rows, size)
+    for group in sorted(groups, key=lambda g: (g[0]["prune"], min(row["geometric_mean"] for row in g))):
         cells = {row["repair"]: row for row in group}
         shown = [criteria_cell(cells.get(name)) for name in operators]
         first = group[0]
@@ -260,10 +282,6 @@ def grouped(rows: Iterable[Cell], size: int) -> list[list[Cell]]:
         if row["size"] == size:
             found.setdefault(json.dumps(row["removed"]), []).append(row)
     return list(found.values())
-
-
-def lowest(group: Sequence[Cell]) -> float:
-    return min(row["geometric_mean"] for row in group)
 
 
 def any_row(rows: Sequence[Cell], repair: str) -> bool:
