@@ -5,7 +5,8 @@ With ``x`` the residual value that enters the span and ``y`` the one that leaves
     plain stream        uses of y  ->  x, or Add(x, branch) with an operator
     fused skip-norm     SkipNorm(res, mlp) that sums y  ->  SkipNorm(res_x, mlp_x), or SkipNorm(x, branch)
                         (the fused node performs the "I +" itself, and adds the operator's bias)
-    embedding before a fused skip-norm, no operator: the fused node becomes the plain norm of x
+    embedding before a fused skip-norm, no operator: the fused node becomes the plain norm of x; likewise of Add(x, b)
+                        with an operator that is a bias alone
 """
 
 from __future__ import annotations
@@ -63,10 +64,13 @@ def cut(
         x, made = materialise(boundary.index, start)
         splice = build_branch(operator, x, stream, dtype, bias_apart=end.is_fused and stream == dtype)
         added = [*made, *splice.nodes]
+        start, branch = ResidualPoint(start.node, x), splice.branch
+        if operator.network is not None:  # the result is the new stream, not a change of it
+            start, branch = ResidualPoint(start.node, branch), None
+        elif end.is_fused and not splice.nodes:  # a bias [C] alone: a skip-norm adds only values of the stream's rank
+            added.append(add_node(f"ghost.{boundary.index}.add", x, branch, x))
+            start, branch = ResidualPoint(start.node, added[-1].outputs[0]), None
         graph.insert_before(end.node, added)
-        whole = operator.network is not None  # the result is the new stream, not a change of it
-        start = ResidualPoint(start.node, splice.branch if whole else x)
-        branch = None if whole else splice.branch
     result = _bypass(graph, boundary.index, start, end, branch, splice.bias if splice else None)
     names = tuple(node.name or "" for node in added)
     return CutResult(result.consumers, (*names, *result.nodes_added), tuple(splice.weights) if splice else ())
