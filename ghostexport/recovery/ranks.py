@@ -54,5 +54,6 @@ def add_up(sums: Sequence[BoundaryMoments | MagnitudeRatios], samples: Sequence[
             setattr(item, name, total if is_tensor else type(value)(total.item()))
     for sample in samples:
         parts: list[list[torch.Tensor]] = [[] for _ in range(distributed.get_world_size())]
-        distributed.all_gather_object(parts, sample.columns)
+        # copies: a view is sent with all of its buffer
+        distributed.all_gather_object(parts, [column.clone() for column in sample.columns])
         sample.columns = [torch.cat(column) for column in zip(*parts, strict=True)]
