@@ -6,8 +6,8 @@
 
 Weights inside a block have more inputs than the stream has channels, and their activations are nearly collinear: least
 squares would follow the calibration text. Every fourth sequence judges. The ridge is the one of :data:`RIDGES` whose
-fit on the others errs least there, and the old weight stays when none errs at least one percent less than it; the winner
-is solved again on all sequences.
+fit on the others errs least there, and the old weight stays when none errs at least one percent less than it; the
+winner is solved again on all sequences.
 """
 
 from __future__ import annotations
