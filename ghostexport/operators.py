@@ -88,6 +88,8 @@ class Operator:
             raise ValueError("an operator has one form: delta, factors, diagonal, scale or network")
         if self.scale is not None and (self.bias is not None or not 0 < self.scale < float("inf")):
             raise ValueError("a scale is positive and finite, and has no bias")
+        if self.network is not None and self.bias is not None:
+            raise ValueError("a network has biases of its own")
 
     @property
     def _forms(self) -> tuple[Any, ...]:

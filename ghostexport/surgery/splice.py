@@ -2,7 +2,8 @@
 
 Names are public and stable: initializers ``ghost.{b}.delta | .factor_u | .factor_v | .diagonal | .bias``, nodes
 ``ghost.{b}.matmul`` (``.matmul_u``/``.matmul_v`` for factors, ``.mul`` for a diagonal), ``ghost.{b}.add_bias`` and
-``ghost.{b}.add``. The matrix product runs in the operator's dtype, between Casts where the stream has another.
+``ghost.{b}.add``, which a fused skip-norm replaces. The matrix product runs in the operator's dtype, between Casts
+where the stream has another.
 """
 
 from __future__ import annotations
