@@ -148,6 +148,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
     parser.add_argument("--seconds", type=float, default=540, help="no step begins later than this")
     arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
     rows = doctor()
     for row in rows:
         print(*row, sep=" | ")
@@ -158,7 +159,6 @@ def main() -> int:
         print(f"Nothing to check: {gpu}" if isinstance(gpu, str) else "No runtime can build and run here.")
         return 2
     graphs, other = graphs_of(arguments.run)
-    deadline = time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory() as folder:
         results = {name: Check(name, graphs, other, Path(folder), deadline).run() for name in names}
     passed = all(step["ok"] for steps in results.values() for step in steps)
