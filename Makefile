@@ -29,11 +29,11 @@ demo: $(VENV)/installed
 
 # One thread and one file at a time per worker: the tests are many small computations.
 test: $(VENV)/test-installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) demo

@@ -192,6 +192,12 @@ class RunFolder:
         entry = self.manifest()["stages"].get(stage, {"outputs": {}})
         return [self.path / key for key in entry["outputs"]]
 
+    def is_outdated(self, stage: str) -> bool:
+        """Whether a file of this folder that the finished stage read has changed since; False when none is recorded."""
+        entry = self.manifest()["stages"].get(stage, {"inputs": {}})
+        own = {key: record for key, record in entry["inputs"].items() if not Path(key).is_absolute()}
+        return any(not self._matches(record, key) for key, record in own.items())
+
     def forget(self, stage: str) -> None:
         """Removes a stage's manifest entry, so that a crash while it runs again leaves it unfinished."""
         manifest = self.manifest()

@@ -49,7 +49,7 @@ def tiny(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     config_class, values = CONFIGS[name]
     config = getattr(transformers, config_class)(**(values | overrides))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -136,8 +136,11 @@ def graphs_of(run: Path | None) -> tuple[dict[str, Path], OperatorSet]:
             atexit.register(remove_folder, exports)
         names = ("pruned", "ghost", "linearpatch-diag")
         return {"dense": dense_graph(), **{n: variant_graph(n) for n in names}}, operators("linearpatch-diag")
-    others = sorted(p for p in (run / "operators").glob("*.safetensors") if p.stem != "ghost")
-    other = load_operators(others[0])
+    found = [load_operators(path) for path in sorted((run / "operators").glob("*.safetensors"))]
+    fits = [o for o in found if o.name != "ghost" and o.adds_nodes and not any(p.folds for p in o.operators)]
+    if not fits:
+        raise SystemExit(f"{run} has no second operator to swap in: add --operator linearpatch-rotate to its recipe.")
+    other = fits[0]
     return {name: run / "onnx" / f"{name}.onnx" for name in ("dense", "pruned", "ghost", other.name)}, other
 
 

@@ -12,6 +12,7 @@ import yaml
 from ghostexport.benchmarking.result import SCHEMA
 from ghostexport.errors import RunFolderError
 from ghostexport.operators import OperatorSet, load_operators
+from ghostexport.runfolder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,19 @@ def read_run(path: Path) -> RunFiles:
         recipe=yaml.safe_load(text) if text else {},
         plan=_json(path / "plan.json") if (path / "plan.json").exists() else None,
         quality=_json(path / "eval.json") if (path / "eval.json").exists() else {},
-        evaluation=_json(path / "evaluation.json") if (path / "evaluation.json").exists() else {},
+        evaluation=_evaluation(path),
         parity=_json(path / "parity.json") if (path / "parity.json").exists() else {},
         benches=benches,
         sidecars={d.name: {f.stem: _json(f) for f in sorted(d.glob("*.json"))} for d in engines},
         surgery={f.name.split(".surgery")[0]: _json(f) for f in sorted((path / "onnx").glob("*.surgery.json"))},
         operators={f.stem: load_operators(f) for f in sorted((path / "operators").glob("*.safetensors"))},
     )
+
+
+def _evaluation(path: Path) -> dict[str, Any]:
+    """What ``ghostexport eval`` found; nothing where the plan, an operator or a graph has changed since."""
+    file = path / "evaluation.json"
+    return _json(file) if file.exists() and not RunFolder(path).is_outdated("eval") else {}
 
 
 def _json(path: Path) -> dict[str, Any]:

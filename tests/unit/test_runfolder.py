@@ -52,6 +52,12 @@ def test_a_missing_output_or_a_forgotten_stage_runs_again(folder):
     assert not current(folder) and folder.outputs("select") == []
 
 
+def test_a_stage_is_outdated_when_a_file_that_it_read_changes(folder):
+    assert not folder.is_outdated("select") and not folder.is_outdated("eval")
+    write_bytes(folder.path / "in.bin", b"INPUT")
+    assert folder.is_outdated("select")
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
     target = tmp_path / "a.json"
     write_json(target, {"a": 1})
