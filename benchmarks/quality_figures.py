@@ -58,7 +58,13 @@ def draw_criteria(rows: Sequence[dict[str, Any]], operators: Sequence[str], path
             points = [(r["geometric_mean"], labels.index(r["label"])) for r in own if r["repair"] == operator]
             panel.plot(*zip(*points, strict=True), mark, label=operator, markersize=6, alpha=0.8)
         panel.set_yticks(range(len(labels)), labels=labels, fontsize=7)
-        panel.set(xscale="log", xlabel="perplexity (geometric mean)", title=f"{depth} of 30 blocks removed")
+        panel.set(xscale="log", title=f"{depth} of 30 blocks removed")
+        panel.set(xlabel="perplexity (geometric mean), up to ten times the lowest")
+        low = min(best.values())
+        panel.set_xlim(0.9 * low, 10 * low)
+        ticks = [tick for tick in (20, 30, 50, 100, 200, 300, 500, 1000) if 0.9 * low <= tick <= 10 * low]
+        panel.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
     panels[0][-1].legend(fontsize=8)
     drawing.savefig(path, dpi=150)
