@@ -123,7 +123,24 @@ def recover(
     for name in section.operators:
         if name.endswith(REFIT):
             fitted[name] = _refit(loaded, plan, calibration, held_out, name, section, execution)
+    for name in section.operators:
+        say_lost_tokens(name, fitted[name], execution)
     return {name: OperatorSet(name, fitted[name], plan, calibration.sha256) for name in section.operators}
+
+
+#: From this NMSE on an operator misses the tokens that make up the change, whatever its error on the others.
+LOST = 0.9
+
+
+def say_lost_tokens(name: str, operators: Sequence[Operator], execution: Execution) -> None:
+    """Tells where the removed blocks made a few massive tokens that the operator, good on the others, does not make."""
+    for operator in operators:
+        nmse, relative = (operator.fit.get(f"{figure}_held_out", 0.0) for figure in ("nmse", "relative_error"))
+        if operator.kind != "none" and nmse > LOST and relative < nmse / 2:
+            execution.say(
+                f"{name}: the removed run {operator.boundary.span} makes massive tokens that this repair does not make "
+                f"(NMSE {nmse:.2f}, mean relative error {relative:.2f}). Look at its perplexity: ghostexport eval RUN"
+            )
 
 
 def _fit(

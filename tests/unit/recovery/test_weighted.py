@@ -4,8 +4,10 @@ import numpy as np
 import torch
 
 from ghostexport.moments import token_weights
-from ghostexport.recipe import RecoverSection
-from ghostexport.recovery import figures
+from ghostexport.operators import Operator
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recovery import figures, say_lost_tokens
 from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.weighted import fit_weighted
 from tests.unit.recovery.synthetic import Planted, least_squares
@@ -29,3 +31,13 @@ def test_massive_tokens_rule_the_plain_fit_only():
     )
     assert plain["nmse_calibration"] < weighted["nmse_calibration"]
     assert weighted["relative_error_calibration"] < 0.5 * plain["relative_error_calibration"]
+
+
+def test_a_repair_that_misses_the_massive_tokens_says_so():
+    """All of the change's energy missed at a small error per token: the massive tokens are gone."""
+    boundary, said = PrunePlan.from_spans(6, [(2, 4)]).boundaries[0], []
+    for nmse, relative in ((0.99, 0.33), (0.44, 0.33), (0.99, 0.8)):
+        fit = {"nmse_held_out": nmse, "relative_error_held_out": relative}
+        operator = Operator(boundary, "ghost-zero", fit=fit)
+        say_lost_tokens("ghost-zero", [operator], Execution(say=said.append))
+    assert len(said) == 1 and "[2, 4)" in said[0] and "NMSE 0.99" in said[0]
