@@ -20,7 +20,7 @@ def jetson_card(root: Path = Path("/")) -> dict[str, Any]:
 
     What cannot be read is left out: without clocks there is no ``clocks_locked``.
     """
-    compatible = _text(root / "proc/device-tree/compatible")
+    compatible = file_text(root / "proc/device-tree/compatible")
     if compatible is None or "nvidia,tegra" not in compatible:
         return {}
     clocks = {path.name: _clock(path, "scaling_{}_freq", 1e3) for path in sorted(root.glob(_CPU))}
@@ -54,11 +54,12 @@ def _gpu_clocks(root: Path) -> dict[str, dict[str, float]]:
 
 def _clock(folder: Path, name: str, divisor: float) -> dict[str, float] | None:
     """MHz; None when one of the three files is missing or holds no number."""
-    texts = {key: _text(folder / name.format(key)) or "" for key in ("min", "max", "cur")}
+    texts = {key: file_text(folder / name.format(key)) or "" for key in ("min", "max", "cur")}
     return {k: int(text) / divisor for k, text in texts.items()} if all(map(str.isdigit, texts.values())) else None
 
 
-def _text(path: Path) -> str | None:
+def file_text(path: Path) -> str | None:
+    """The content of a file of the system, stripped; None where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from ghostexport.benchmarking.energy import visible_gpu
-from ghostexport.benchmarking.jetson import jetson_card, jetson_gpu_mhz
+from ghostexport.benchmarking.jetson import file_text, jetson_card, jetson_gpu_mhz
 
 #: Share of the machine's CPU time used by other processes above which a run is flagged.
 OTHER_LOAD_LIMIT = 0.05
@@ -36,8 +36,8 @@ def card(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "environment": {k: os.environ[k] for k in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") if k in os.environ},
     }
-    governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    board = _read("/proc/device-tree/model")
+    governor = file_text(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"))
+    board = file_text(Path("/proc/device-tree/model"))
     extra = {"board": board.strip("\0") if board else None, "cpu_governor": governor}
     facts |= {key: value for key, value in extra.items() if value} | jetson_card()
     if device == "cuda":
@@ -139,17 +139,10 @@ def _throttle_count() -> int | None:
 
 
 def _cpu_name() -> str:
-    for line in (_read("/proc/cpuinfo") or "").splitlines():
+    for line in (file_text(Path("/proc/cpuinfo")) or "").splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
 
 
 def _gpu_state() -> dict[str, float | None]:

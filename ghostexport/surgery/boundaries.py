@@ -113,7 +113,7 @@ def find_layout(body: Body) -> DecoderLayout:
     last = _last_sum(flow, chain, stream, positions[-1])
     last += _tail(flow, chain, stream, positions, last)
     bounds = tuple([a - 1 for a in positions] + [last])
-    points = tuple(_point(flow.vertices[chain[b]]) for b in bounds)
+    points = tuple(point_at(flow.vertices[chain[b]]) for b in bounds)
     sums = tuple(
         tuple(n for p in range(a + 1, b + 1) if (n := _sum_at(flow, chain[p], stream)) is not None)
         for a, b in itertools.pairwise(bounds)
@@ -246,13 +246,18 @@ def _sum_at(flow: DataFlow, vertex: int, stream: set[int]) -> ir.Node | None:
     return node if len(inside) >= 2 else None
 
 
-def _point(item: ir.Node | ir.Value) -> ResidualPoint:
+def bias_index(skip_norm: ir.Node) -> int:
+    """Which input of a fused skip-norm is its sum's bias: input, skip, gamma, [beta of the LayerNorm form], bias."""
+    return 3 if skip_norm.op_type == "SkipSimplifiedLayerNormalization" else 4
+
+
+def point_at(item: ir.Node | ir.Value) -> ResidualPoint:
+    """The residual value that a node makes, or that is a graph input."""
     if isinstance(item, ir.Value):
         return ResidualPoint(None, item)
     if item.op_type not in SKIP_NORMS:
         return ResidualPoint(item, item.outputs[0])
-    # inputs: input, skip, gamma, [beta for the LayerNorm form], [bias]; the bias is part of the sum
-    bias_at = 3 if item.op_type == "SkipSimplifiedLayerNormalization" else 4
+    bias_at = bias_index(item)
     addends = [item.inputs[0], item.inputs[1], *item.inputs[bias_at : bias_at + 1]]
     total = item.outputs[3] if len(item.outputs) > 3 and item.outputs[3].name else None
     return ResidualPoint(item, total, tuple(v for v in addends if v is not None))

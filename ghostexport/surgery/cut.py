@@ -19,7 +19,7 @@ import onnx_ir as ir
 from ghostexport.errors import SurgeryError
 from ghostexport.operators import Operator
 from ghostexport.plan import Boundary
-from ghostexport.surgery.boundaries import DecoderLayout, ResidualPoint
+from ghostexport.surgery.boundaries import DecoderLayout, ResidualPoint, bias_index
 from ghostexport.surgery.flow import captures
 from ghostexport.surgery.splice import Splice, add_node, build_branch
 
@@ -127,7 +127,7 @@ def _bypass(
 
 def _set_addends(node: ir.Node, addends: tuple[ir.Value | None, ...]) -> None:
     """Gives a skip-norm node new summands: two, and a bias where there are three."""
-    bias_at = 3 if node.op_type == "SkipSimplifiedLayerNormalization" else 4
+    bias_at = bias_index(node)
     if len(addends) > 2 and len(node.inputs) <= bias_at:
         node.resize_inputs(bias_at + 1)
     node.replace_input_with(0, addends[0])

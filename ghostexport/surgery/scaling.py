@@ -18,7 +18,7 @@ from ghostexport.errors import SurgeryError
 from ghostexport.operators import FloatArray
 from ghostexport.plan import PrunePlan
 from ghostexport.surgery.attention import is_constant
-from ghostexport.surgery.boundaries import DecoderLayout
+from ghostexport.surgery.boundaries import DecoderLayout, bias_index, point_at
 from ghostexport.surgery.flow import is_weight
 from ghostexport.surgery.splice import weight
 
@@ -55,12 +55,8 @@ def scale_blocks(layout: DecoderLayout, plan: PrunePlan, scales: list[float | No
 
 def with_new_addends(layout: DecoderLayout) -> DecoderLayout:
     """The layout whose fused sums are read again from their nodes."""
-    points = [p if p.node is None or not p.is_fused else replace(p, addends=_addends(p.node)) for p in layout.points]
+    points = [p if p.node is None or not p.is_fused else point_at(p.node) for p in layout.points]
     return replace(layout, points=tuple(points))
-
-
-def _addends(node: ir.Node) -> tuple[ir.Value, ...]:
-    return tuple(value for index in _summands(node) if (value := node.inputs[index]) is not None)
 
 
 class _Scaler:
@@ -143,7 +139,7 @@ def _summands(total: ir.Node) -> list[int]:
     """The inputs that are summed: all, or of a fused skip-norm the two addends and the bias."""
     if total.op_type in ("Add", "Sum"):
         return list(range(len(total.inputs)))
-    bias = 3 if total.op_type == "SkipSimplifiedLayerNormalization" else 4
+    bias = bias_index(total)
     return [0, 1, *([bias] if len(total.inputs) > bias and total.inputs[bias] is not None else [])]
 
 
