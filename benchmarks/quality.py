@@ -32,6 +32,7 @@ from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 
 from ghostexport import models, recovery, selection
 from ghostexport.calibration import CalibrationSet
+from ghostexport.evaluation.quality import measure, torch_forward
 from ghostexport.evaluation.tasks import ask
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
@@ -251,15 +252,8 @@ class Bench:
 
 def losses(model: Any, held_out: Mapping[str, CalibrationSet]) -> dict[str, list[float]]:
     """Summed negative log-likelihood of the 511 predicted tokens of every window, by domain."""
-    found: dict[str, list[float]] = {}
-    for domain, windows in held_out.items():
-        found[domain] = []
-        for batch in windows.batches(tokens=1):
-            with torch.no_grad():
-                logits = model(input_ids=batch.input_ids, use_cache=False).logits[0, :-1]
-            nll = torch.nn.functional.cross_entropy(logits.float(), batch.input_ids[0, 1:], reduction="sum")
-            found[domain].append(float(nll))
-    return found
+    forward = {"it": torch_forward(model)}
+    return {d: [w.nll for w in measure(forward, windows)["it"].windows] for d, windows in held_out.items()}
 
 
 def removal_order(plan: PrunePlan) -> list[int]:

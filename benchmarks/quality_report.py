@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from quality_figures import draw_criteria, draw_depths
 
+from ghostexport.evaluation.intervals import paired_average
 from ghostexport.evaluation.tasks import compare, summarise
 from ghostexport.runfolder import write_bytes, write_json
 
@@ -124,14 +125,9 @@ def described(cell: Cell, plans: Sequence[Cell]) -> Cell:
 
 def ratio(cell: Cell, other: Cell, domains: Sequence[str]) -> dict[str, float]:
     """Ratio of geometric means with its 95 % interval: windows are drawn again, the same ones for both models."""
-    random = np.random.default_rng(0)
-    count = len(other["losses"][domains[0]])
-    draws = random.integers(0, count, (RESAMPLES, len(domains), count))
-    pairs = np.stack([np.subtract(cell["losses"][d], other["losses"][d]) for d in domains])
-    logs = np.take_along_axis(pairs[None], draws, axis=2).mean(axis=(1, 2)) / PREDICTED
-    low, high = np.exp(np.percentile(logs, [2.5, 97.5]))
-    value = math.exp(mean_log(cell, domains) - mean_log(other, domains))
-    return {"value": round(value, 3), "low": round(float(low), 3), "high": round(float(high), 3)}
+    found = paired_average([(cell["losses"][d], other["losses"][d]) for d in domains], RESAMPLES, 0)
+    logs = {"value": found["difference"], "low": found["interval"][0], "high": found["interval"][1]}
+    return {name: round(math.exp(log / PREDICTED), 3) for name, log in logs.items()}
 
 
 def task_rows(answers: Mapping[str, Cell], plans: Sequence[Cell], size: int) -> list[Cell]:
