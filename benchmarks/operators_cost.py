@@ -1,10 +1,12 @@
-"""What more operators cost: seconds of recovery for six against one, and peak memory for 32 against 256 sequences.
+"""What more operators cost: seconds of recovery for six against one, of select and recover with one shared pass against
+one each, and peak memory for 32 against 256 sequences.
 
     python benchmarks/operators_cost.py [MODEL] [--sequences 32] [--length 512] [--prune 7] [--output results/...json]
 
 Asking for six operators must cost less than 1.3 times asking for one, and memory must not follow the number of
-sequences. Runs alternate, so that a busy machine slows both; memory is the process's peak beyond the loaded model, in
-a fresh process per count. The last line printed is the result as JSON.
+sequences. The shared pass goes through a file, as between the stages of a run folder. Runs alternate, so that a busy
+machine slows both; memory is the process's peak beyond the loaded model, in a fresh process per count. The last line
+printed is the result as JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ import transformers
 
 from ghostexport import calibration, models, recovery, selection
 from ghostexport.recipe import CalibrationSection, Execution, RecoverSection, SelectSection
+from ghostexport.recovery import statistics_file
+from ghostexport.selection.shared_pass import select_and_gather
 
 ONE = ("ghost",)
 SIX = ("ghost", "ghost-affine", "ghost-weighted", "linearpatch-diag", "linearpatch-rotate", "prune-and-comp")
@@ -51,6 +56,7 @@ def main() -> None:
         "tokens": drawn.num_tokens + held_out.num_tokens,
         "seconds": seconds,
         "ratio": statistics.median(seconds["six"]) / statistics.median(seconds["one"]),
+        "select_and_recover": both_stages(arguments, loaded, drawn, held_out),
         "peak_bytes_beyond_model": {count: child_peak(count) for count in COUNTS} if arguments.memory else None,
         "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -58,6 +64,38 @@ def main() -> None:
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
+
+
+def both_stages(arguments: argparse.Namespace, loaded: models.LoadedModel, drawn: Any, held_out: Any) -> dict[str, Any]:
+    """Seconds of select and recover together, six operators, with a pass each and with a shared one, in turn."""
+    section, six = SelectSection(prune=arguments.prune), RecoverSection(operators=SIX)
+    seconds: dict[str, list[float]] = {"apart": [], "shared": []}
+    same, size = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "statistics.safetensors"
+        for _ in range(arguments.repeats):
+            started = time.perf_counter()
+            plan = selection.select(loaded, drawn, section)
+            apart = recovery.recover(loaded, plan, drawn, held_out, six)
+            seconds["apart"].append(time.perf_counter() - started)
+            started = time.perf_counter()
+            plan, gathered = select_and_gather(loaded, drawn, section, six, Execution())
+            if gathered is None:
+                raise SystemExit("The guess of select was wrong on this model: there is no shared pass to measure.")
+            size = statistics_file.save(path, loaded, drawn, gathered).stat().st_size
+            request = recovery.shareable(six, len(plan.removed))
+            given = statistics_file.load(path, loaded, drawn, plan, request)
+            shared = recovery.recover(loaded, plan, drawn, held_out, six, statistics=given)
+            seconds["shared"].append(time.perf_counter() - started)
+            same.append(all(shared[name].sha256 == apart[name].sha256 for name in SIX))
+    return {
+        "criterion": section.criterion,
+        "plan": plan.to_json()["removed"],
+        "seconds": seconds,
+        "ratio": statistics.median(seconds["shared"]) / statistics.median(seconds["apart"]),
+        "equal_bytes": all(same),
+        "statistics_bytes": size,
+    }
 
 
 def parse() -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -21,7 +22,7 @@ from ghostexport.benchmarking.jetson import file_text, jetson_card, jetson_gpu_m
 OTHER_LOAD_LIMIT = 0.05
 #: Change of the clock between the first and last third of the run above which it is flagged.
 CLOCK_DRIFT_LIMIT = 0.05
-_PROBE_SIDE = 192
+_PROBE = bytes(1 << 18)
 
 
 def card(device: str) -> dict[str, Any]:
@@ -108,14 +109,16 @@ def condition_flags(snapshots: list[dict[str, float]]) -> list[str]:
 
 
 def _probe() -> float:
-    """Seconds of a fixed small computation: follows the clock where no frequency can be read (virtual machines)."""
-    a = np.full((_PROBE_SIDE, _PROBE_SIDE), 0.5)
-    best = np.inf
-    for _ in range(5):
+    """Seconds of a fixed small computation: follows the clock where no frequency can be read (virtual machines).
+
+    One thread, so that it does not wait for a core that an engine's threads still spin on.
+    """
+    best = float("inf")
+    for _ in range(20):
         start = time.perf_counter_ns()
-        a @ a
+        hashlib.sha256(_PROBE).digest()
         best = min(best, (time.perf_counter_ns() - start) * 1e-9)
-    return float(best)
+    return best
 
 
 def _busy_seconds() -> float:
