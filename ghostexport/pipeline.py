@@ -54,24 +54,36 @@ def calibrate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
 
 
 def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
-    """Chooses the spans to remove, or takes the ones written in the recipe."""
-    from ghostexport import calibration, models, selection
+    """Chooses the spans to remove, or takes the ones in the recipe; may gather what ``recover`` needs on the way."""
+    from ghostexport import calibration, models
+    from ghostexport.recovery import statistics_file
+    from ghostexport.selection.shared_pass import select_and_gather
 
+    folder.statistics_path.unlink(missing_ok=True)
     loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
     drawn, _ = calibration.load(folder.calibration_path)
-    plan = selection.select(loaded, drawn, recipe.select, execution)
+    plan, statistics = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
     write_json(folder.plan_path, plan.to_json())
-    return [folder.plan_path]
+    if statistics is None:
+        return [folder.plan_path]
+    return [folder.plan_path, statistics_file.save(folder.statistics_path, loaded, drawn, statistics)]
 
 
 def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Fits one operator per boundary and variant from streamed moments of the dense model."""
     from ghostexport import calibration, models, recovery
+    from ghostexport.recovery import statistics_file
 
     plan = read_plan(folder)
     loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
     drawn, held_out = calibration.load(folder.calibration_path)
-    sets = recovery.recover(loaded, plan, drawn, held_out, recipe.recover, execution)
+    request = recovery.shareable(recipe.recover, len(plan.removed))
+    statistics = statistics_file.load(folder.statistics_path, loaded, drawn, plan, request) if request else None
+    if statistics is None:
+        execution.say("recover: own pass over the calibration set (select left no statistics that serve it)")
+    else:
+        execution.say("recover: no own pass over the calibration set (select gathered the statistics in its pass)")
+    sets = recovery.recover(loaded, plan, drawn, held_out, recipe.recover, execution, statistics)
     written = []
     for name, operators in sets.items():
         write_bytes(folder.operators_path(name), operators.to_bytes())

@@ -93,6 +93,10 @@ class RunFolder:
     def calibration_path(self) -> Path:
         return self.path / "calibration.safetensors"
 
+    @property
+    def statistics_path(self) -> Path:
+        return self.path / "statistics.safetensors"
+
     def operators_path(self, variant: str) -> Path:
         return self.path / "operators" / f"{variant}.safetensors"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,20 @@ from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.linearpatch import fit_diag, fit_rotate
 from ghostexport.recovery.none import fit_none
-from ghostexport.recovery.passes import INSIDE, Basis, BoundaryStatistics, Need, apply, gather, measure, reaches_inside
+from ghostexport.recovery.passes import (
+    INSIDE,
+    Basis,
+    BoundaryStatistics,
+    Need,
+    Request,
+    apply,
+    gather,
+    measure,
+    reaches_inside,
+)
 from ghostexport.recovery.per_block import multiplied, single_blocks
 from ghostexport.recovery.prune_and_comp import fit_scale, require_scalable
+from ghostexport.recovery.ranks import is_parallel
 from ghostexport.recovery.refit import refit
 from ghostexport.recovery.repaired import measure_refit
 from ghostexport.recovery.replaceme import fit_lstsq
@@ -79,6 +90,20 @@ OPERATORS: dict[str, Family] = {
 }
 
 
+def shareable(section: RecoverSection, cuts: int) -> Request | None:
+    """What :func:`recover` gathers at so many cuts in one pass, where any plain pass of the model could gather it.
+
+    None where recovery would make its own pass all the same, or none: operators that look inside a block, cuts fitted
+    one after the other or block by block, refits alone, several processes that share the pass out.
+    """
+    families = [OPERATORS[name] for name in section.operators if not name.endswith(REFIT)]
+    request = _request(families, section)
+    apart = section.per_block or section.statistics == "sequential"
+    if not families or request.needs & INSIDE or (apart and cuts > 1) or is_parallel():
+        return None
+    return request
+
+
 def recover(
     loaded: LoadedModel,
     plan: PrunePlan,
@@ -86,10 +111,12 @@ def recover(
     held_out: CalibrationSet,
     section: RecoverSection,
     execution: Execution | None = None,
+    statistics: Sequence[BoundaryStatistics] | None = None,
 ) -> dict[str, OperatorSet]:
     """Fits every operator of the recipe at every boundary, from one pass of the dense model over the calibration set.
 
-    A second pass over the held-out set measures them. Figures of the fit (``Operator.fit``): ``nmse_calibration`` and
+    That pass is left out where ``statistics`` holds what it would gather (:func:`shareable`). One pass over the
+    held-out set measures the operators. Figures of the fit (``Operator.fit``): ``nmse_calibration`` and
     ``nmse_held_out`` (:meth:`BoundaryMoments.nmse`), ``relative_error_calibration`` (on a fixed sample of tokens) and
     ``relative_error_held_out`` (mean over tokens of ``||error|| / ||x_post||``), ``antisymmetric_share``
     ``||(M - M')/2|| / ||M||``, ``tokens``, and what the family itself reports (``condition``, ``ridge``).
@@ -116,7 +143,7 @@ def recover(
         if check is not None:
             check(loaded, plan)
     families = {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
-    fitted = _fit(loaded, plan, calibration, held_out, families, section, execution)
+    fitted = _fit(loaded, plan, calibration, held_out, families, section, execution, statistics)
     for name, family in families.items():
         if family.train is not None:
             fitted[name] = family.train(loaded, plan, fitted[name], calibration, held_out, section, execution)
@@ -151,18 +178,19 @@ def _fit(
     families: Mapping[str, Family],
     section: RecoverSection,
     execution: Execution,
+    statistics: Sequence[BoundaryStatistics] | None,
 ) -> dict[str, tuple[Operator, ...]]:
-    """One pass for the statistics of all families, one for their held-out errors."""
+    """One pass for the statistics of all families, unless they are given, and one for their held-out errors."""
     if not families:
         return {}
-    bases = [basis for family in families.values() for basis in family.bases]
-    needs = [need for family in families.values() for need in family.needs]
     if section.statistics == "sequential" and len(plan.boundaries) > 1:
         return _sequential(loaded, plan, calibration, held_out, families, section, execution)
-    folds = FOLDS if section.ridge == "cv" else 1
-    statistics = gather(loaded, plan.boundaries, calibration, bases, execution, folds, needs)
+    wanted = _request(families.values(), section)
+    options = (calibration, wanted.bases, execution, wanted.folds, wanted.needs)
+    if statistics is None:
+        statistics = gather(loaded, plan.boundaries, *options)
     if section.per_block and len(plan.boundaries) > 1:
-        singles = gather(loaded, single_blocks(plan), calibration, bases, execution, folds, needs)
+        singles = gather(loaded, single_blocks(plan), *options)
         fitted = {n: multiplied(plan, [family.fit(s, section) for s in singles]) for n, family in families.items()}
     else:
         fitted = {name: [family.fit(s, section) for s in statistics] for name, family in families.items()}
@@ -186,7 +214,7 @@ def _sequential(
     for name, family in families.items():
 
         def fit(boundary: Boundary, crossings: Iterator[Crossing], family: Family = family) -> Operator:
-            statistics = _statistics(loaded, boundary, calibration, family, section)
+            (statistics,) = _request([family], section).empty(loaded, [boundary], calibration)
             for batch, x, post, last in crossings:
                 statistics.add(batch.sequences, batch.mask, x, post, last)
             operator = family.fit(statistics, section)
@@ -197,12 +225,12 @@ def _sequential(
     return fitted
 
 
-def _statistics(
-    loaded: LoadedModel, boundary: Boundary, calibration: CalibrationSet, family: Family, section: RecoverSection
-) -> BoundaryStatistics:
-    folds = FOLDS if section.ridge == "cv" else 1
-    return BoundaryStatistics(
-        boundary, loaded.hidden_size, calibration.num_tokens, family.bases, folds, loaded.device, family.needs
+def _request(families: Iterable[Family], section: RecoverSection) -> Request:
+    families = list(families)
+    return Request(
+        frozenset(basis for family in families for basis in family.bases),
+        frozenset(need for family in families for need in family.needs),
+        FOLDS if section.ridge == "cv" else 1,
     )
 
 
@@ -219,7 +247,7 @@ def _refit(
     family = OPERATORS[base_operator(name)]
 
     def fit(boundary: Boundary, feed: Callable[[BoundaryStatistics], None]) -> Operator:
-        statistics = _statistics(loaded, boundary, calibration, family, section)
+        (statistics,) = _request([family], section).empty(loaded, [boundary], calibration)
         feed(statistics)
         operator = family.fit(statistics, section)
         return replace(operator, fit={**operator.fit, **figures(operator, statistics)})

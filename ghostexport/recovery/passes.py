@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -127,6 +129,28 @@ class BoundaryStatistics:
                 self.last_block_folds = [BoundaryMoments(one.channels, one.gram.device, rows) for _ in range(2)]
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a pass gathers at every boundary besides the plain moments.
+
+    Attributes:
+        bases: of the magnitude ratios.
+        needs: other statistics.
+        folds: number of folds of sequences.
+    """
+
+    bases: frozenset[Basis] = frozenset()
+    needs: frozenset[Need] = frozenset()
+    folds: int = 1
+
+    def empty(
+        self, loaded: LoadedModel, boundaries: Sequence[Boundary], calibration: CalibrationSet
+    ) -> list[BoundaryStatistics]:
+        """Statistics of no token yet, one per boundary."""
+        shape = (loaded.hidden_size, calibration.num_tokens, sorted(self.bases), self.folds, loaded.device, self.needs)
+        return [BoundaryStatistics(boundary, *shape) for boundary in boundaries]
+
+
 class BoundaryErrors:
     """Sums over held-out tokens for one operator at one boundary."""
 
@@ -173,19 +197,10 @@ def gather(
         CalibrationError: non-finite activations.
         RecoveryError: the last kept block is needed and is not a plain sum of stream, attention and MLP.
     """
-    bases, needs = sorted(set(bases)), frozenset(needs)
-    statistics = [
-        BoundaryStatistics(b, loaded.hidden_size, calibration.num_tokens, bases, folds, loaded.device, needs)
-        for b in boundaries
-    ]
-
-    def add(
-        index: int, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None
-    ) -> None:
-        statistics[index].add(sequences, mask, x, post, last)
-
-    batches = shared_out(calibration.batches(loaded.device))
-    stream_boundaries(loaded, boundaries, batches, len(calibration), add, execution, "recover", bool(needs & INSIDE))
+    request = Request(frozenset(bases), frozenset(needs), folds)
+    statistics = request.empty(loaded, boundaries, calibration)
+    batches, inside = shared_out(calibration.batches(loaded.device)), bool(request.needs & INSIDE)
+    stream_boundaries(loaded, boundaries, batches, len(calibration), into(statistics), execution, "recover", inside)
     for gathered in statistics:
         moments = (*gathered.folds, *gathered.weighted_folds, *gathered.last_block_folds, *gathered.mlp_folds)
         add_up([*moments, *gathered.ratios.values()], [gathered.sample, gathered.last_block_sample])
@@ -214,38 +229,69 @@ def measure(
     return {name: [e.figures() for e in sums] for name, sums in errors.items()}
 
 
+#: ``add(boundary index, sequences, mask, x_start, x_stop, last block)``
+Add = Callable[[int, range, torch.Tensor, torch.Tensor, torch.Tensor, LastBlock | None], None]
+
+
+def into(statistics: Sequence[BoundaryStatistics]) -> Add:
+    """Adds what crosses a boundary to its statistics."""
+
+    def add(
+        index: int, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None
+    ) -> None:
+        statistics[index].add(sequences, mask, x, post, last)
+
+    return add
+
+
+class BoundaryWatch:
+    """Looks on while residual values go by in depth order, and calls ``add`` at the end of every boundary's span.
+
+    Attributes:
+        points: the residual values it needs; one is held at a time.
+    """
+
+    def __init__(self, boundaries: Sequence[Boundary], add: Add, last: Mapping[int, LastBlock] | None = None) -> None:
+        self._starts = {b.span.start for b in boundaries}
+        self._stops = {b.span.stop: b for b in boundaries}
+        self.points = self._starts | set(self._stops)
+        self._add, self._last = add, {} if last is None else last
+        self._before: torch.Tensor | None = None
+
+    def __call__(self, batch: Batch, point: int, x: torch.Tensor) -> None:
+        if point not in self.points:
+            return
+        require_finite(x[batch.mask], point)
+        if point in self._stops:
+            boundary = self._stops[point]
+            assert self._before is not None
+            inner = self._last.get(boundary.span.start - 1)
+            self._add(boundary.index, batch.sequences, batch.mask, self._before, x, inner)
+        if point in self._starts:
+            self._before = x
+
+
 def stream_boundaries(
     loaded: LoadedModel,
     boundaries: Sequence[Boundary],
     batches: Iterable[Batch],
     sequences: int,
-    add: Callable[[int, range, torch.Tensor, torch.Tensor, torch.Tensor, LastBlock | None], None],
+    add: Add,
     execution: Execution,
     task: str,
     inside: bool = False,
 ) -> None:
-    """Runs the model and calls ``add(boundary index, sequences, mask, x_start, x_stop, last block)`` for each batch.
+    """Runs the model and calls ``add`` at every boundary for each batch.
 
     The forward pass ends at the last boundary's stop; one residual value is held at a time. ``inside`` asks for the
     inside of the last kept block before each boundary, which is None otherwise. ``sequences`` counts progress.
     """
     blocks = [b.span.start - 1 for b in boundaries] if inside else []
-    starts = {b.span.start for b in boundaries}
-    stops = {b.span.stop: b for b in boundaries}
-    before: list[torch.Tensor] = []
     with tapped(loaded, blocks, "This operator") as last:
+        watch = BoundaryWatch(boundaries, add, last)
         for batch in batches:
-
-            def visit(point: int, x: torch.Tensor, batch: Batch = batch) -> None:
-                require_finite(x[batch.mask], point)
-                if point in stops:
-                    boundary = stops[point]
-                    inner = last.get(boundary.span.start - 1)
-                    add(boundary.index, batch.sequences, batch.mask, before[0], x, inner)
-                if point in starts:
-                    before[:] = [x]
-
-            read_residuals(loaded.model, [*starts, *stops], visit, batch.input_ids, batch.attention_mask)
+            visit = partial(watch, batch)
+            read_residuals(loaded.model, watch.points, visit, batch.input_ids, batch.attention_mask)
             execution.progress(task, batch.sequences.stop, sequences)
 
 

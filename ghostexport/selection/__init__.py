@@ -20,10 +20,11 @@ from ghostexport.selection.residual import residual
 from ghostexport.selection.residual_greedy import residual_greedy
 from ghostexport.selection.shortgpt import shortgpt
 from ghostexport.selection.sleb import sleb
-from ghostexport.selection.streamline import streamline
+from ghostexport.selection.streamline import Watch, streamline, unwatched
 from ghostexport.selection.taylor import taylor
 
-Choose = Callable[[LoadedModel, CalibrationSet, SelectSection, Execution], PrunePlan]
+#: ``choose(loaded, calibration, section, execution)``; where it is watchable, also ``watch``.
+Choose = Callable[..., PrunePlan]
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,20 @@ class Criterion:
     Attributes:
         choose: from a model and calibration tokens to a plan.
         protect: first and last blocks that the published method never removes; the recipe's numbers win.
+        watchable: it reads every residual value ``x_0`` to ``x_L`` in one plain pass, and others can look on.
     """
 
     choose: Choose
     protect: tuple[int, int] = (0, 0)
+    watchable: bool = False
 
 
 CRITERIA: dict[str, Criterion] = {
-    "streamline": Criterion(streamline),
-    "streamline-channelwise": Criterion(streamline_channelwise, protect=(1, 1)),
-    "shortgpt": Criterion(shortgpt),
-    "shortgpt-channelwise": Criterion(shortgpt_channelwise, protect=(0, 1)),
-    "angular": Criterion(angular, protect=(1, 0)),
+    "streamline": Criterion(streamline, watchable=True),
+    "streamline-channelwise": Criterion(streamline_channelwise, protect=(1, 1), watchable=True),
+    "shortgpt": Criterion(shortgpt, watchable=True),
+    "shortgpt-channelwise": Criterion(shortgpt_channelwise, protect=(0, 1), watchable=True),
+    "angular": Criterion(angular, protect=(1, 0), watchable=True),
     "taylor": Criterion(taylor, protect=(4, 2)),
     "magnitude": Criterion(magnitude, protect=(4, 2)),
     "perplexity": Criterion(perplexity, protect=(4, 2)),
@@ -57,9 +60,15 @@ CRITERIA: dict[str, Criterion] = {
 
 
 def select(
-    loaded: LoadedModel, calibration: CalibrationSet, section: SelectSection, execution: Execution | None = None
+    loaded: LoadedModel,
+    calibration: CalibrationSet,
+    section: SelectSection,
+    execution: Execution | None = None,
+    watch: Watch = unwatched,
 ) -> PrunePlan:
     """Chooses the blocks to remove: the recipe's own spans where given, else by its criterion.
+
+    ``watch`` sees the residual values of the criterion's pass, where it is watchable.
 
     Raises:
         RecipeError: unknown criterion; spans or number of blocks that do not suit the model.
@@ -71,7 +80,9 @@ def select(
     require_prunable(loaded.num_blocks, section.prune or 0)
     calibration.require_fits(loaded.vocab_size, loaded.max_length)
     criterion = CRITERIA[section.criterion]
-    return criterion.choose(loaded, calibration, _protected(criterion, section), execution or Execution())
+    options = {"watch": watch} if criterion.watchable else {}
+    section = _protected(criterion, section)
+    return criterion.choose(loaded, calibration, section, execution or Execution(), **options)
 
 
 def _protected(criterion: Criterion, section: SelectSection) -> SelectSection:

@@ -15,17 +15,22 @@ from collections import deque
 
 import torch
 
-from ghostexport.calibration import CalibrationSet
+from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.moments import require_finite
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution, SelectSection
 from ghostexport.selection.eligibility import eligible_starts
 from ghostexport.selection.ranking import best_window
+from ghostexport.selection.streamline import Watch, unwatched
 
 
 def angular(
-    loaded: LoadedModel, calibration: CalibrationSet, section: SelectSection, execution: Execution
+    loaded: LoadedModel,
+    calibration: CalibrationSet,
+    section: SelectSection,
+    execution: Execution,
+    watch: Watch = unwatched,
 ) -> PrunePlan:
     """Scores all windows of ``section.prune`` blocks in one pass.
 
@@ -35,12 +40,12 @@ def angular(
     """
     count = section.prune or 0
     eligible_starts(loaded.num_blocks, count, section)
-    scores = angular_distances(loaded, calibration, count, execution)
+    scores = angular_distances(loaded, calibration, count, execution, watch)
     return best_window("angular", loaded.num_blocks, scores, section, lowest=True)
 
 
 def angular_distances(
-    loaded: LoadedModel, calibration: CalibrationSet, count: int, execution: Execution
+    loaded: LoadedModel, calibration: CalibrationSet, count: int, execution: Execution, watch: Watch = unwatched
 ) -> list[float]:
     """``d(s)`` for every ``s`` in ``[0, L - count]``."""
     sums = [0.0] * (loaded.num_blocks - count + 1)
@@ -50,13 +55,16 @@ def angular_distances(
         last = batch.mask.long().cumsum(1).argmax(1)  # first position at which all real tokens are counted
         recent.clear()
 
-        def visit(point: int, x: torch.Tensor, rows: torch.Tensor = rows, last: torch.Tensor = last) -> None:
+        def visit(
+            point: int, x: torch.Tensor, batch: Batch = batch, rows: torch.Tensor = rows, last: torch.Tensor = last
+        ) -> None:
             token = x[rows, last]  # (B, C)
             require_finite(token, point)
             recent.append(torch.nn.functional.normalize(token.double(), dim=1))
             if point >= count:
                 cosine = (recent[0] * recent[-1]).sum(1).clamp(-1, 1)
                 sums[point - count] += float(cosine.arccos().sum()) / math.pi
+            watch(batch, point, x)
 
         read_residuals(loaded.model, range(loaded.num_blocks + 1), visit, batch.input_ids, batch.attention_mask)
         execution.progress("select", batch.sequences.stop, len(calibration))

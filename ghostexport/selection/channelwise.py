@@ -18,11 +18,15 @@ from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution, SelectSection
 from ghostexport.selection.eligibility import eligible_starts
 from ghostexport.selection.ranking import best_window, lowest_blocks
-from ghostexport.selection.streamline import summed_cosines
+from ghostexport.selection.streamline import Watch, summed_cosines, unwatched
 
 
 def streamline_channelwise(
-    loaded: LoadedModel, calibration: CalibrationSet, section: SelectSection, execution: Execution
+    loaded: LoadedModel,
+    calibration: CalibrationSet,
+    section: SelectSection,
+    execution: Execution,
+    watch: Watch = unwatched,
 ) -> PrunePlan:
     """Scores all windows of ``section.prune`` blocks in one pass.
 
@@ -32,12 +36,16 @@ def streamline_channelwise(
     """
     count = section.prune or 0
     eligible_starts(loaded.num_blocks, count, section)
-    scores = channel_cosines(loaded, calibration, count, execution)
+    scores = channel_cosines(loaded, calibration, count, execution, watch)
     return best_window("streamline-channelwise", loaded.num_blocks, scores, section)
 
 
 def shortgpt_channelwise(
-    loaded: LoadedModel, calibration: CalibrationSet, section: SelectSection, execution: Execution
+    loaded: LoadedModel,
+    calibration: CalibrationSet,
+    section: SelectSection,
+    execution: Execution,
+    watch: Watch = unwatched,
 ) -> PrunePlan:
     """Removes the blocks of largest single-block score; listed as ``1 - score``, lowest first.
 
@@ -45,13 +53,15 @@ def shortgpt_channelwise(
         RecipeError: too few blocks are eligible.
         CalibrationError: non-finite activations.
     """
-    scores = [1 - score for score in channel_cosines(loaded, calibration, 1, execution)]
+    scores = [1 - score for score in channel_cosines(loaded, calibration, 1, execution, watch)]
     return lowest_blocks("shortgpt-channelwise", scores, section)
 
 
-def channel_cosines(loaded: LoadedModel, calibration: CalibrationSet, count: int, execution: Execution) -> list[float]:
+def channel_cosines(
+    loaded: LoadedModel, calibration: CalibrationSet, count: int, execution: Execution, watch: Watch = unwatched
+) -> list[float]:
     """``score(s)`` for every ``s`` in ``[0, L - count]``."""
-    sums = summed_cosines(loaded, calibration, count, channel_directions, execution)
+    sums = summed_cosines(loaded, calibration, count, channel_directions, execution, watch)
     return [total / (len(calibration) * loaded.hidden_size) for total in sums]
 
 

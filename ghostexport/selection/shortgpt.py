@@ -14,11 +14,15 @@ from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution, SelectSection
 from ghostexport.selection.ranking import lowest_blocks
-from ghostexport.selection.streamline import summed_cosines, token_directions
+from ghostexport.selection.streamline import Watch, summed_cosines, token_directions, unwatched
 
 
 def shortgpt(
-    loaded: LoadedModel, calibration: CalibrationSet, section: SelectSection, execution: Execution
+    loaded: LoadedModel,
+    calibration: CalibrationSet,
+    section: SelectSection,
+    execution: Execution,
+    watch: Watch = unwatched,
 ) -> PrunePlan:
     """Scores all blocks in one pass that holds two residual values of a batch.
 
@@ -26,10 +30,12 @@ def shortgpt(
         RecipeError: too few blocks are eligible.
         CalibrationError: non-finite activations.
     """
-    return lowest_blocks("shortgpt", block_influence(loaded, calibration, execution), section)
+    return lowest_blocks("shortgpt", block_influence(loaded, calibration, execution, watch), section)
 
 
-def block_influence(loaded: LoadedModel, calibration: CalibrationSet, execution: Execution) -> list[float]:
+def block_influence(
+    loaded: LoadedModel, calibration: CalibrationSet, execution: Execution, watch: Watch = unwatched
+) -> list[float]:
     """``BI(l)`` of every block."""
-    sums = summed_cosines(loaded, calibration, 1, token_directions, execution)
+    sums = summed_cosines(loaded, calibration, 1, token_directions, execution, watch)
     return [1 - total / calibration.num_tokens for total in sums]

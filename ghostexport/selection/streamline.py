@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from ghostexport.calibration import CalibrationSet
+from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.moments import require_finite
 from ghostexport.plan import PrunePlan
@@ -25,9 +25,20 @@ from ghostexport.selection.ranking import best_window
 #: From a residual value ``(B, T, C)`` and its mask ``(B, T)`` to unit vectors, two of whose products give cosines.
 Directions = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+#: Looks on while a criterion reads every residual value: called as ``watch(batch, l, x_l)``, in depth order.
+Watch = Callable[[Batch, int, torch.Tensor], None]
+
+
+def unwatched(batch: Batch, point: int, x: torch.Tensor) -> None:
+    """Nobody looks on."""
+
 
 def streamline(
-    loaded: LoadedModel, calibration: CalibrationSet, section: SelectSection, execution: Execution
+    loaded: LoadedModel,
+    calibration: CalibrationSet,
+    section: SelectSection,
+    execution: Execution,
+    watch: Watch = unwatched,
 ) -> PrunePlan:
     """Scores all windows of ``section.prune`` blocks in one pass that holds ``n + 1`` residual values of a batch.
 
@@ -37,7 +48,7 @@ def streamline(
     """
     count = section.prune or 0
     eligible_starts(loaded.num_blocks, count, section)
-    sums = summed_cosines(loaded, calibration, count, token_directions, execution)
+    sums = summed_cosines(loaded, calibration, count, token_directions, execution, watch)
     scores = [0.5 + 0.5 * total / calibration.num_tokens for total in sums]
     return best_window("streamline", loaded.num_blocks, scores, section)
 
@@ -48,7 +59,12 @@ def token_directions(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def summed_cosines(
-    loaded: LoadedModel, calibration: CalibrationSet, count: int, directions: Directions, execution: Execution
+    loaded: LoadedModel,
+    calibration: CalibrationSet,
+    count: int,
+    directions: Directions,
+    execution: Execution,
+    watch: Watch = unwatched,
 ) -> list[float]:
     """Sum over the calibration set of ``cos(x_s, x_{s + count})``, for every ``s`` in ``[0, L - count]``, in float64.
 
@@ -60,14 +76,14 @@ def summed_cosines(
     sums = torch.zeros(loaded.num_blocks - count + 1, dtype=torch.float64)
     recent: deque[torch.Tensor] = deque(maxlen=count + 1)
     for batch in calibration.batches(loaded.device):
-        mask = batch.mask
         recent.clear()
 
-        def visit(point: int, x: torch.Tensor, mask: torch.Tensor = mask) -> None:
-            require_finite(x[mask], point)
-            recent.append(directions(x, mask))
+        def visit(point: int, x: torch.Tensor, batch: Batch = batch) -> None:
+            require_finite(x[batch.mask], point)
+            recent.append(directions(x, batch.mask))
             if point >= count:
                 sums[point - count] += (recent[0] * recent[-1]).sum(dtype=torch.float64).cpu()
+            watch(batch, point, x)
 
         read_residuals(loaded.model, range(loaded.num_blocks + 1), visit, batch.input_ids, batch.attention_mask)
         execution.progress("select", batch.sequences.stop, len(calibration))
