@@ -240,7 +240,7 @@ class RunFolder:
         return path
 
     def _key(self, path: Path) -> str:
-        return path.relative_to(self.path).as_posix() if path.is_relative_to(self.path) else str(path)
+        return path.relative_to(self.path).as_posix() if path.is_relative_to(self.path) else str(path.absolute())
 
     def _fingerprint(self, path: Path) -> dict[str, Any]:
         stat = path.stat()

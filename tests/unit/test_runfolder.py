@@ -31,6 +31,16 @@ def test_a_stage_is_current_until_recipe_versions_or_inputs_change(folder):
     assert not current(folder)
 
 
+def test_an_input_outside_may_be_named_relative_to_where_the_command_runs(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_bytes(Path("model.bin"), b"weights")
+    folder.record("export", "hash", [Path("model.bin")], [folder.path / "out.bin"], {}, 1.0)
+    assert folder.is_current("export", "hash", [Path("model.bin")], {})
+    assert folder.is_current("export", "hash", [tmp_path / "model.bin"], {})
+    write_bytes(Path("model.bin"), b"other")
+    assert not folder.is_current("export", "hash", [Path("model.bin")], {})
+
+
 def test_touching_a_file_without_changing_it_does_not_make_a_stage_stale(folder):
     os.utime(folder.path / "in.bin", ns=(1, 1))
     os.utime(folder.path / "out.bin", ns=(1, 1))
