@@ -33,6 +33,7 @@ from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 from ghostexport import models, recovery, selection
 from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.quality import measure, torch_forward
+from ghostexport.evaluation.sample import continuation
 from ghostexport.evaluation.tasks import ask
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
@@ -56,14 +57,23 @@ REPAIRS = (
     "ghost+refit",
     "ghost-split+refit",
     "ghost-zero+refit",
+    "replaceme-cosine",
+    "streamline-ffn",
+    "linearpatch-distilled",
+    "ghost-distilled",
 )
+#: Trained, not solved: each is fitted by itself, and keeps the state that is best on text that nothing is reported on.
+TRAINED = ("replaceme-cosine", "streamline-ffn", "linearpatch-distilled", "ghost-distilled")
 OPERATORS = ("pruned", "linearpatch-rotate", "ghost", "ghost-split")
 SIZED = ("ghost", "ghost-split", "ghost-split+refit")
 ASKED = ("pruned", "linearpatch-rotate", "ghost", "ghost-split+refit")
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "boolq", "openbookqa", "rte", "copa")
 
 #: Repairs that re-solve the last kept block before a cut: none where block 0 is removed.
-INSIDE = ("ghost-split", "ghost-zero", "replaceme-lstsq")
+INSIDE = ("ghost-split", "ghost-zero", "replaceme-lstsq", "replaceme-cosine")
+
+#: Calibration windows behind all others, for the trained repairs.
+GUARDS = 4
 
 #: The prompt of the text sample.
 PROMPT = "The history of the Roman Empire begins with"
@@ -136,6 +146,7 @@ class Bench:
     work: Path
     loaded: models.LoadedModel
     calibration: CalibrationSet
+    guard: CalibrationSet
     select_sequences: int
     held_out: dict[str, CalibrationSet]
 
@@ -144,10 +155,12 @@ class Bench:
         loaded = models.load_model(arguments.source, "float32", Execution(device="cpu"))
         texts = pools(loaded.tokenizer)
         most = max([arguments.sequences, *(arguments.sizes if "sizes" in arguments.parts else [])])
+        drawn = calibration_windows(texts, most + GUARDS)
         bench = cls(
             arguments.work,
             loaded,
-            calibration_windows(texts, most),
+            CalibrationSet.from_tokens(drawn.tokens[:most]),
+            CalibrationSet.from_tokens(drawn.tokens[most:]),
             arguments.select_sequences,
             held_out_windows(texts, arguments.windows),
         )
@@ -184,11 +197,12 @@ class Bench:
         held_out: Mapping[str, CalibrationSet] | None = None,
         kind: str = "text",
     ) -> None:
-        """Every repair of one plan: the unrefitted ones share a pass, each refit is its own."""
+        """Every repair of one plan: the solved ones share a pass, each refit and each training is its own."""
         possible = [r for r in repairs if plan.kept[0] == 0 or r.partition("+")[0] not in INSIDE]
         missing = [r for r in possible if not self._path(plan, size, r, kind).exists()]
-        plain = [r for r in missing if REFIT not in r and r != "pruned"]
-        groups = [["pruned"]] * ("pruned" in missing) + [plain] * bool(plain) + [[r] for r in missing if REFIT in r]
+        alone = [r for r in missing if REFIT in r or r in TRAINED]
+        plain = [r for r in missing if r not in alone and r != "pruned"]
+        groups = [["pruned"]] * ("pruned" in missing) + [plain] * bool(plain) + [[r] for r in alone]
         for group in groups:
             started = time.monotonic()
             if group != ["pruned"]:
@@ -210,8 +224,9 @@ class Bench:
         names = tuple(repair.partition("@")[0] for repair in repairs)
         upstream = int(repairs[0].partition("@")[2] or 0)
         section = RecoverSection(operators=names, refit_upstream=upstream)
-        guard = CalibrationSet.from_tokens(self.held_out["wiki"].tokens[:4])
-        fitted = recovery.recover(self.loaded, plan, self.drawn(size), guard, section, Execution())
+        measured_on = CalibrationSet.from_tokens(self.held_out["wiki"].tokens[:4])
+        held_out = self.guard if repairs[0] in TRAINED else measured_on
+        fitted = recovery.recover(self.loaded, plan, self.drawn(size), held_out, section, Execution())
         for name, repair in zip(names, repairs, strict=True):
             write_bytes(self._path(plan, size, repair).with_suffix(".safetensors"), fitted[name].to_bytes())
 
@@ -230,9 +245,7 @@ class Bench:
                 tokenizer = self.loaded.tokenizer
                 answers = ask({"it": half}, tokenizer, asked, None, items, Path(scratch), Execution())["it"]
             ids = torch.tensor([[1, *tokenizer(PROMPT, add_special_tokens=False)["input_ids"]]])
-            with torch.no_grad():
-                longer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-            sample = tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
+            sample = continuation(model, tokenizer, ids, 40)
             return {"answers": {task.removeprefix("demo:"): a for task, a in answers.items()}, "sample": sample}
 
         self.cell(name, {"prompt": PROMPT, "items": items}, measure)

@@ -16,6 +16,7 @@ from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.boundaries import boundary_errors
 from ghostexport.evaluation.intervals import differences
 from ghostexport.evaluation.quality import Forward, QualityMeter, measure, torch_forward
+from ghostexport.evaluation.sample import continuation
 from ghostexport.evaluation.tasks import ask, compare, summarise
 from ghostexport.models import LoadedModel
 from ghostexport.operators import OperatorSet
@@ -56,8 +57,10 @@ def eval_run(
         for name, meter in _onnx_meters(folder, recipe, variants, windows, execution).items():
             report["variants"][name]["onnx"] = {k: v for k, v in _figures(meter).items() if k != "losses"}
     if section.generate and loaded.tokenizer is not None:
+        prompt = torch.from_numpy(windows.tokens[:1, : min(PROMPT, windows.tokens.shape[1] // 2)])
         for name, model in variants.items():
-            report["variants"][name]["sample"] = _sample(model, loaded.tokenizer, windows, section.generate)
+            text = continuation(model, loaded.tokenizer, prompt, section.generate)
+            report["variants"][name]["sample"] = {"prompt": loaded.tokenizer.decode(prompt[0]), "text": text}
     if section.tasks:
         _add_tasks(report, variants, loaded, section, execution)
     path = folder.path / "evaluation.json"
@@ -121,21 +124,6 @@ def onnx_forward(graph: Path) -> Forward:
         return run.run(ids, run.empty_cache(len(ids)), mask.cpu().numpy())["logits"]
 
     return forward
-
-
-def _sample(model: Any, tokenizer: Any, windows: CalibrationSet, tokens: int) -> dict[str, str]:
-    """A greedy continuation of the first window's beginning."""
-    device = next(model.parameters()).device
-    prompt = torch.from_numpy(windows.tokens[:1, : min(PROMPT, windows.tokens.shape[1] // 2)]).to(device)
-    with torch.no_grad():
-        ids = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        )
-    return {"prompt": tokenizer.decode(prompt[0]), "text": tokenizer.decode(ids[0, prompt.shape[1] :])}
 
 
 def _add_tasks(

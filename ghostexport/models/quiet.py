@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 
 @contextlib.contextmanager
 def hidden_progress_bars() -> Iterator[None]:
     """Inside the block transformers draws no bars; its setting is restored afterwards.
 
-    Its GGUF reader has a bar of its own that no setting reaches: what is drawn on stderr meanwhile is dropped.
+    Its GGUF reader has a bar of its own that no setting reaches: bars are dropped on their way to stderr.
     """
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(_WithoutBars(sys.stderr)):
             yield
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+class _WithoutBars(io.TextIOBase):
+    """Hands on everything but bars, which begin with a carriage return and end with a line feed of their own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if "\r" not in text and text.strip():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()

@@ -6,14 +6,20 @@
 
 Weights inside a block have more inputs than the stream has channels, and their activations are nearly collinear: least
 squares would follow the calibration text. Every fourth sequence judges. The ridge is the one of :data:`RIDGES` whose
-fit on the others errs least there, and the old weight stays when none errs at least one percent less than it; the
-winner is solved again on all sequences.
+fit on the others errs least there, and the old weight stays when none errs less than it; the winner is solved again on
+all sequences.
+
+A smaller error of the stream is not always a better model, so a refit also asks what the judging sequences' predictions
+make of the change (:func:`surely_less`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ghostexport.errors import RecoveryError
@@ -27,9 +33,8 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2)
 #: Every JUDGES-th sequence judges.
 JUDGES = 4
 
-#: A change must lower the judges' error by this share: many tiny changes, each just better on the judges, add up to a
-#: model that reads other text worse (SmolLM2, 7 of 30 blocks: benchmarks/results/quality.md).
-IMPROVEMENT = 1e-2
+#: Judging sequences whose predictions are compared, at most: three passes through the rest of the model for each.
+PREDICTED = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +43,13 @@ class Choice:
 
     Attributes:
         change: ``[R, C]``; None to keep the old weight.
+        fitted: the same without the judging sequences, for a fair look at them.
         ridge: the relative ridge chosen; None when kept.
         error: the judges' weighted squared error over that of the old weight, of the best candidate.
     """
 
     change: torch.Tensor | None
+    fitted: torch.Tensor | None
     ridge: float | None
     error: float
 
@@ -64,15 +71,23 @@ def choose_change(fitting: BoundaryMoments, judging: BoundaryMoments) -> Choice:
             "Use more --sequences.",
         )
     if not judging.square_delta:
-        return Choice(None, None, 1.0)
+        return Choice(None, None, None, 1.0)
     scale = median_diagonal(fitting)
-    errors = {}
+    best = Choice(None, None, None, math.inf)
     for ridge in RIDGES:
         change = solve_ridge(fitting.gram, fitting.cross, ridge * scale, fitting.tokens)
-        errors[ridge] = judging.residual(change) / judging.square_delta
-    best = min(errors, key=lambda ridge: errors[ridge])
-    if not errors[best] < 1 - IMPROVEMENT:
-        return Choice(None, None, errors[best])
+        error = judging.residual(change) / judging.square_delta
+        if error < best.error:
+            best = Choice(None, change, ridge, error)
+    if best.ridge is None or not best.error < 1:
+        return Choice(None, None, None, best.error)
     whole = fitting + judging
-    change = solve_ridge(whole.gram, whole.cross, best * median_diagonal(whole), whole.tokens)
-    return Choice(change, best, errors[best])
+    change = solve_ridge(whole.gram, whole.cross, best.ridge * median_diagonal(whole), whole.tokens)
+    return replace(best, change=change)
+
+
+def surely_less(after: Sequence[float], before: Sequence[float]) -> bool:
+    """Whether a figure of the judging sequences fell, on average by more than twice the standard error of its fall."""
+    fall = np.subtract(before, after)
+    spread = float(fall.std(ddof=1)) / len(fall) ** 0.5 if len(fall) > 1 else 0.0
+    return float(fall.mean()) > 2 * spread

@@ -8,17 +8,21 @@ stream returns to the dense model's, in depth order and without any new node (to
                                                                                    m = median of diag(Gram)
     x^_{l+1} = x^_mid + h V
 
-``lambda`` is judged on every fourth calibration sequence, and a weight is left alone where no change helps there
-(``judging``). Since every boundary is fitted on the repaired stream too, several cuts get sequential statistics.
+``lambda`` is judged on every fourth calibration sequence. A weight is left alone where the change does not bring those
+sequences' predictions nearer to the dense model's, by more than chance (``judging``). Since every boundary is fitted on
+the repaired stream too, several cuts get sequential statistics.
 
 ``upstream`` blocks before a cut of n blocks are refitted likewise: k of them imitate k + n dense blocks.
 
-Cost per block: four runs of the block over the calibration set and Grams of ``2 N (C_ctx^2 + I^2)`` operations; memory
-``32 I^2`` bytes (two folds and the solve in float64) beside one batch; ``2 N C`` numbers on disk.
+Cost per block: four runs of the block over the calibration set, Grams of ``2 N (C_ctx^2 + I^2)`` operations and, for
+each weight, three passes of at most 16 sequences through the rest of the model; memory ``32 I^2`` bytes (two folds and
+the solve in float64) and ``3 T V`` logits beside one batch; ``2 N C`` numbers on disk.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,15 +33,16 @@ from torch import nn
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
+from ghostexport.evaluation import QualityMeter
 from ghostexport.models import LoadedModel
 from ghostexport.moments import BoundaryMoments, token_weights
 from ghostexport.operators import FoldRole, Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
-from ghostexport.recovery.judging import JUDGES, choose_change, judges
+from ghostexport.recovery.judging import JUDGES, PREDICTED, choose_change, judges, surely_less
 from ghostexport.recovery.last_block import LastBlock, right_multiply
 from ghostexport.recovery.passes import BoundaryStatistics, apply
-from ghostexport.recovery.streams import Inside, SingleBlock, Streams, block_calls, fill, open_streams
+from ghostexport.recovery.streams import Inside, SingleBlock, Streams, block_calls, fill, go_on, open_streams
 
 #: ``fit(boundary, feed)``: makes statistics, calls ``feed(statistics)`` to fill them, and returns the operator.
 FitBoundary = Callable[[Boundary, Callable[[BoundaryStatistics], None]], Operator]
@@ -199,7 +204,7 @@ class _Walk:
             _add(moments, attention, batch, got.context, aim, have)
             self.put(self.streams.dense, batch, wanted.output)
         self.depth = step.teacher + 1
-        self.change(attention, "attention_output", moments, step, folds, judged)
+        self.change(student, "attention_output", moments, step, folds, judged)
         if "mlp_output" not in step.roles:
             return
         moments = _new_folds(mlp)
@@ -207,11 +212,11 @@ class _Walk:
             ran = student.run(calls[step.block], self.take(self.streams.repaired, batch))
             assert ran.inner is not None and ran.output is not None
             _add(moments, mlp, batch, ran.inner, self.take(self.streams.dense, batch), ran.output)
-        self.change(mlp, "mlp_output", moments, step, folds, judged)
+        self.change(student, "mlp_output", moments, step, folds, judged)
 
     def change(
         self,
-        projection: Any,
+        student: SingleBlock,
         role: FoldRole,
         moments: list[BoundaryMoments],
         step: _Step,
@@ -219,19 +224,44 @@ class _Walk:
         judged: list[dict[str, Any]],
     ) -> None:
         """Judges, and puts the new weight into the student and the folds when it is better."""
+        projection = getattr(student, role)
         choice = choose_change(*moments)
-        judged.append({"block": step.block, "role": role, "ridge": choice.ridge, "before": 1.0, "after": choice.error})
-        if choice.change is None:
+        judged.append({"block": step.block, "role": role, "ridge": None, "before": 1.0, "after": choice.error})
+        if choice.change is None or choice.fitted is None:
             return
-        change = choice.change
-        inputs = right_multiply(projection).shape[0]
-        weight = right_multiply(projection).double() + change[:inputs]
-        with torch.no_grad():
-            right_multiply(projection).copy_(weight)
-            if projection.bias is not None:
-                projection.bias.add_(change[inputs].to(projection.bias))
-        bias = None if projection.bias is None else projection.bias.float().cpu().numpy()
-        folds.append(WeightFold(step.block, role, np.ascontiguousarray(weight.float().cpu().numpy()), bias))
+        before, after = self.divergences(student, projection, choice.fitted, step)
+        judged[-1] |= {"kl_before": float(np.mean(before)), "kl_after": float(np.mean(after))}
+        if not surely_less(after, before):
+            return
+        judged[-1]["ridge"] = choice.ridge
+        _move(projection, choice.change)
+        weight = np.ascontiguousarray(right_multiply(projection).detach().float().cpu().numpy())
+        bias = None if projection.bias is None else projection.bias.detach().float().cpu().numpy()
+        folds.append(WeightFold(step.block, role, weight, bias))
+
+    def divergences(
+        self, student: SingleBlock, projection: Any, change: torch.Tensor, step: _Step
+    ) -> tuple[list[float], list[float]]:
+        """What a change of a weight does to the judging sequences' predictions, the rest of the model being dense.
+
+        Returns:
+            Mean KL from the dense model's predictions, per sequence, before and after the change.
+        """
+        meters = QualityMeter(), QualityMeter()
+        saved = copy.deepcopy(projection.state_dict())
+        looks = (b for b in self.calibration.batches(self.loaded.device, tokens=1) if judges(b.sequences.start))
+        for batch in itertools.islice(looks, PREDICTED):
+            call, x = block_calls(self.loaded, batch)[step.block], self.take(self.streams.repaired, batch)
+            old = student.run(call, x).output
+            _move(projection, change)
+            new = student.run(call, x).output
+            projection.load_state_dict(saved)
+            dense = go_on(self.loaded, batch, self.depth, self.take(self.streams.dense, batch))
+            for meter, output in zip(meters, (old, new), strict=True):
+                assert output is not None
+                meter.add(go_on(self.loaded, batch, self.depth, output), batch.input_ids, batch.mask, dense)
+        before, after = ([w.kl / max(1, w.compared) for w in meter.windows] for meter in meters)
+        return before, after
 
     def advance_dense(self, point: int) -> None:
         for index in range(self.depth, point):
@@ -256,6 +286,15 @@ class _Walk:
 
     def put(self, stream: torch.Tensor, batch: Batch, x: torch.Tensor) -> None:
         stream[batch.sequences.start : batch.sequences.stop] = x.to("cpu", stream.dtype)
+
+
+def _move(projection: Any, change: torch.Tensor) -> None:
+    """Adds a change ``[in (+ 1 for the bias), out]`` to a projection's weight and bias."""
+    inputs = right_multiply(projection).shape[0]
+    with torch.no_grad():
+        right_multiply(projection).copy_(right_multiply(projection).double() + change[:inputs])
+        if projection.bias is not None:
+            projection.bias.add_(change[inputs].to(projection.bias))
 
 
 def _new_folds(projection: Any) -> list[BoundaryMoments]:

@@ -183,6 +183,22 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
     return calls
 
 
+def go_on(loaded: LoadedModel, batch: Batch, point: int, x: torch.Tensor) -> torch.Tensor:
+    """Logits ``(B, T, V)`` of the dense model as if its residual stream were ``x`` ``(B, T, C)`` at ``point`` >= 1."""
+    before = loaded.blocks[:point]
+    handed_on = (x,) if _returns_tuple(loaded.model, loaded.blocks) else x
+    for block in before:
+        block.forward = lambda *args, **kwargs: handed_on
+    try:
+        with torch.no_grad():
+            output = loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    finally:
+        for block in before:
+            del block.forward
+    logits: torch.Tensor = output.logits
+    return logits
+
+
 def _returns_tuple(model: Any, blocks: nn.ModuleList) -> bool:
     kinds: list[bool] = []
 

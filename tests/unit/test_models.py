@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from tqdm import tqdm
 
 from ghostexport import models
 from ghostexport.errors import ModelLayoutError, RecipeError, RecoveryError, RuntimeUnavailableError
 from ghostexport.models.gguf import head_note
+from ghostexport.models.quiet import hidden_progress_bars
 from ghostexport.operators import Operator, OperatorSet, WeightFold
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution
@@ -305,3 +308,10 @@ def test_gguf_is_dequantised_once(tmp_path, monkeypatch):
     assert {path.name for path in models.source_files(folder)} >= {"config.json", "model.safetensors", "tokenizer.json"}
     said.clear()
     assert models.resolve_source("smollm2", execution=execution) == folder and not said
+
+
+def test_bars_are_hidden_and_messages_are_not(capsys):
+    with hidden_progress_bars():
+        list(tqdm(range(3), desc="reading"))
+        sys.stderr.write("a message\n")
+    assert capsys.readouterr().err.strip() == "a message"

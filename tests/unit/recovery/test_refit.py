@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import tempfile
 
 import numpy as np
@@ -85,6 +87,61 @@ def test_a_planted_correction_is_recovered(name):
         for fold in folds:
             weight = getattr(models.find_projections(loaded.model, 3), fold.role).weight.T
             assert np.linalg.norm(fold.weight - weight.numpy()) < 0.02 * float(weight.norm()), fold.role
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox"])
+def test_judges_compare_predictions_of_whole_models(name):
+    """KL of the judging sequences, block by block, against models changed and run whole; nothing stays changed."""
+    loaded = models.from_memory(tiny(name))
+    step = _Step(3, 3, 0, ("attention_output", "mlp_output"))
+    change = 0.05 * torch.randn(65, 64, generator=torch.Generator().manual_seed(3)).double()
+    with open_streams(loaded, CALIBRATION) as streams:
+        walk = _Walk(loaded, CALIBRATION, streams, Execution())
+        fill(loaded, CALIBRATION, 3, streams.repaired)
+        streams.repaired *= 1.5
+        fill(loaded, CALIBRATION, 4, streams.dense)
+        walk.depth = 4
+        student = SingleBlock(loaded, 3, "refit")
+        old = copy.deepcopy(student.attention_output.state_dict())
+        found = walk.divergences(student, student.attention_output, change, step)
+    for key, value in student.attention_output.state_dict().items():
+        torch.testing.assert_close(value, old[key], rtol=0, atol=0)
+    ids, mask = torch.from_numpy(CALIBRATION.tokens[3::4]), torch.from_numpy(CALIBRATION.attention_mask[3::4])
+    dense = loaded.model(ids, attention_mask=mask).logits.double().log_softmax(-1)
+    for changed, kl in zip((False, True), found, strict=True):
+        model = copy.deepcopy(loaded.model)
+        block = models.find_blocks(model)[3]
+        block.register_forward_pre_hook(lambda m, a, k: scaled(a, k), with_kwargs=True)
+        if changed:
+            projection = models.find_projections(model, 3).attention_output
+            weight = projection.weight.data if name == "gpt2" else projection.weight.data.T
+            weight += change[:64]
+            if projection.bias is not None:
+                projection.bias.data += change[64]
+        got = model(ids, attention_mask=mask).logits.double().log_softmax(-1)
+        rows = (dense.exp() * (dense - got)).sum(-1)[:, :-1]
+        real = mask[:, 1:].bool()
+        expected = [float(row[keep].mean()) for row, keep in zip(rows, real, strict=True)]
+        np.testing.assert_allclose(kl, expected, rtol=1e-4)
+    assert len(found[0]) == 12
+
+
+def scaled(args, kwargs):
+    if "hidden_states" in kwargs:
+        return args, kwargs | {"hidden_states": 1.5 * kwargs["hidden_states"]}
+    return (1.5 * args[0], *args[1:]), kwargs
+
+
+def test_a_nearer_stream_with_worse_predictions_is_left_alone(monkeypatch):
+    """The same weights are taken or left by what the judges' predictions say, whatever the stream says."""
+    loaded = models.from_memory(tiny("llama"))
+    refit = importlib.import_module("ghostexport.recovery.refit")
+    asked = []
+    monkeypatch.setattr(refit, "surely_less", lambda after, before: asked.append((after, before)))
+    operators = recover(loaded, [[2, 4]], "none+refit")[1]
+    assert asked and not operators.operators[0].folds
+    entries = [e for e in operators.operators[0].fit["refit"] if "kl_before" in e]
+    assert len(entries) == len(asked) and all(e["ridge"] is None and e["after"] < 1 for e in entries)
 
 
 def test_the_first_refitted_weight_is_the_ridge_solution():

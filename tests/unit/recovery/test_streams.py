@@ -6,7 +6,7 @@ import torch
 
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
-from ghostexport.recovery.streams import SingleBlock, block_calls, open_streams
+from ghostexport.recovery.streams import SingleBlock, block_calls, go_on, open_streams
 from tests.tiny import CONFIGS, tiny
 
 
@@ -24,6 +24,12 @@ def test_block_by_block_is_the_model(name):
         output = calls[index].on(loaded.blocks[index], values[index])
         output = output if isinstance(output, torch.Tensor) else output[0]
         torch.testing.assert_close(output[batch.mask], values[index + 1][batch.mask], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        logits = loaded.model(batch.input_ids, attention_mask=batch.attention_mask).logits
+    for point in (1, 4, 6):
+        went_on = go_on(loaded, batch, point, values[point])
+        torch.testing.assert_close(went_on[batch.mask], logits[batch.mask], rtol=1e-4, atol=1e-4)
+    assert all("forward" not in vars(block) for block in loaded.blocks)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi"])
