@@ -9,8 +9,7 @@ squares would follow the calibration text. Every fourth sequence judges. The rid
 fit on the others errs least there, and the old weight stays when none errs less than it; the winner is solved again on
 all sequences.
 
-A smaller error of the stream is not always a better model, so a refit also asks what the judging sequences' predictions
-make of the change (:func:`surely_less`).
+A refit asks besides what the judging sequences' predictions make of the change (``predictions``).
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2)
 
 #: Every JUDGES-th sequence judges.
 JUDGES = 4
-
-#: Judging sequences whose predictions are compared, at most: three passes through the rest of the model for each.
-PREDICTED = 16
 
 
 @dataclass(frozen=True, eq=False)

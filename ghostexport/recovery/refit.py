@@ -15,14 +15,13 @@ the repaired stream too, several cuts get sequential statistics.
 ``upstream`` blocks before a cut of n blocks are refitted likewise: k of them imitate k + n dense blocks.
 
 Cost per block: four runs of the block over the calibration set, Grams of ``2 N (C_ctx^2 + I^2)`` operations and, for
-each weight, three passes of at most 16 sequences through the rest of the model; memory ``32 I^2`` bytes (two folds and
-the solve in float64) and ``3 T V`` logits beside one batch; ``2 N C`` numbers on disk.
+each weight, one or two passes of at most 8 sequences through the rest of the model; memory ``32 I^2`` bytes (two folds
+and the solve in float64) and ``4 T V`` bytes (predictions) beside one batch; ``2 N C`` numbers on disk.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,16 +32,16 @@ from torch import nn
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
-from ghostexport.evaluation import QualityMeter
 from ghostexport.models import LoadedModel
 from ghostexport.moments import BoundaryMoments, token_weights
 from ghostexport.operators import FoldRole, Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
-from ghostexport.recovery.judging import JUDGES, PREDICTED, choose_change, judges, surely_less
+from ghostexport.recovery.judging import JUDGES, choose_change, judges, surely_less
 from ghostexport.recovery.last_block import LastBlock, right_multiply
 from ghostexport.recovery.passes import BoundaryStatistics, apply
-from ghostexport.recovery.streams import Inside, SingleBlock, Streams, block_calls, fill, go_on, open_streams
+from ghostexport.recovery.predictions import Predictions
+from ghostexport.recovery.streams import Call, Inside, SingleBlock, Streams, block_calls, fill, open_streams
 
 #: ``fit(boundary, feed)``: makes statistics, calls ``feed(statistics)`` to fill them, and returns the operator.
 FitBoundary = Callable[[Boundary, Callable[[BoundaryStatistics], None]], Operator]
@@ -114,13 +113,21 @@ def steps(plan: PrunePlan, inside: bool, upstream: int) -> list[_Step]:
 
 
 class _Walk:
-    """The two streams on their way through the model: ``depth`` is the dense one's ``x_depth``."""
+    """The two streams on their way through the model.
+
+    Attributes:
+        depth: the dense stream is ``x_depth``.
+        predictions: of the judging sequences.
+        known: their divergence as things stand; None when something changed that was not looked at.
+    """
 
     def __init__(
         self, loaded: LoadedModel, calibration: CalibrationSet, streams: Streams, execution: Execution
     ) -> None:
         self.loaded, self.calibration, self.streams, self.execution = loaded, calibration, streams, execution
         self.depth = 0
+        self.predictions = Predictions(loaded, calibration)
+        self.known: list[float] | None = None
 
     def through(self, plan: PrunePlan, todo: list[_Step], fit: FitBoundary, inside: bool) -> tuple[Operator, ...]:
         start = plan.boundaries[0].span.start
@@ -157,6 +164,7 @@ class _Walk:
     def repair(self, boundary: Boundary, fit: FitBoundary, student: SingleBlock | None) -> Operator:
         """Fits the operator on the repaired stream before the cut and the dense one after it, and applies it."""
         self.advance_dense(boundary.span.stop)
+        self.known = None
         if student is not None and not student.has_mid:
             raise RecoveryError(
                 f"Block {student.index} adds attention and MLP to the same stream: there is nothing between them.",
@@ -192,6 +200,7 @@ class _Walk:
     def teach(self, student: SingleBlock, step: _Step, folds: list[WeightFold], judged: list[dict[str, Any]]) -> None:
         """Re-solves the step's weights of one block, attention first; the dense stream moves past the teacher."""
         self.advance_dense(step.teacher)
+        self.known = self.known if step.teacher == step.block else None  # blocks between are left out
         teacher = SingleBlock(self.loaded, step.teacher, "+refit")
         attention, mlp = student.attention_output, student.mlp_output
         moments = _new_folds(attention)
@@ -229,39 +238,31 @@ class _Walk:
         judged.append({"block": step.block, "role": role, "ridge": None, "before": 1.0, "after": choice.error})
         if choice.change is None or choice.fitted is None:
             return
-        before, after = self.divergences(student, projection, choice.fitted, step)
+        saved = copy.deepcopy(projection.state_dict())
+        before = self.look(student, step) if self.known is None else self.known
+        _move(projection, choice.fitted)
+        after = self.look(student, step)
+        projection.load_state_dict(saved)
+        self.known = before
         judged[-1] |= {"kl_before": float(np.mean(before)), "kl_after": float(np.mean(after))}
         if not surely_less(after, before):
             return
         judged[-1]["ridge"] = choice.ridge
         _move(projection, choice.change)
+        self.known = self.look(student, step)
         weight = np.ascontiguousarray(right_multiply(projection).detach().float().cpu().numpy())
         bias = None if projection.bias is None else projection.bias.detach().float().cpu().numpy()
         folds.append(WeightFold(step.block, role, weight, bias))
 
-    def divergences(
-        self, student: SingleBlock, projection: Any, change: torch.Tensor, step: _Step
-    ) -> tuple[list[float], list[float]]:
-        """What a change of a weight does to the judging sequences' predictions, the rest of the model being dense.
+    def look(self, student: SingleBlock, step: _Step) -> list[float]:
+        """Divergence of the judges' predictions when the dense model goes on behind the student."""
 
-        Returns:
-            Mean KL from the dense model's predictions, per sequence, before and after the change.
-        """
-        meters = QualityMeter(), QualityMeter()
-        saved = copy.deepcopy(projection.state_dict())
-        looks = (b for b in self.calibration.batches(self.loaded.device, tokens=1) if judges(b.sequences.start))
-        for batch in itertools.islice(looks, PREDICTED):
-            call, x = block_calls(self.loaded, batch)[step.block], self.take(self.streams.repaired, batch)
-            old = student.run(call, x).output
-            _move(projection, change)
-            new = student.run(call, x).output
-            projection.load_state_dict(saved)
-            dense = go_on(self.loaded, batch, self.depth, self.take(self.streams.dense, batch))
-            for meter, output in zip(meters, (old, new), strict=True):
-                assert output is not None
-                meter.add(go_on(self.loaded, batch, self.depth, output), batch.input_ids, batch.mask, dense)
-        before, after = ([w.kl / max(1, w.compared) for w in meter.windows] for meter in meters)
-        return before, after
+        def stream(batch: Batch, calls: list[Call]) -> torch.Tensor:
+            output = student.run(calls[step.block], self.take(self.streams.repaired, batch)).output
+            assert output is not None
+            return output
+
+        return self.predictions.divergences(step.teacher + 1, stream)
 
     def advance_dense(self, point: int) -> None:
         for index in range(self.depth, point):

@@ -183,10 +183,11 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
     return calls
 
 
-def go_on(loaded: LoadedModel, batch: Batch, point: int, x: torch.Tensor) -> torch.Tensor:
-    """Logits ``(B, T, V)`` of the dense model as if its residual stream were ``x`` ``(B, T, C)`` at ``point`` >= 1."""
+def go_on(loaded: LoadedModel, batch: Batch, start: tuple[int, torch.Tensor] | None) -> torch.Tensor:
+    """Logits of the dense model; with ``start`` (a point >= 1 and ``x`` ``(B, T, C)``) as if its stream were x there."""
+    point, x = start if start is not None else (0, None)
     before = loaded.blocks[:point]
-    handed_on = (x,) if _returns_tuple(loaded.model, loaded.blocks) else x
+    handed_on = (x,) if before and _returns_tuple(loaded.model, loaded.blocks) else x
     for block in before:
         block.forward = lambda *args, **kwargs: handed_on
     try:
