@@ -184,7 +184,7 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
 
 
 def go_on(loaded: LoadedModel, batch: Batch, start: tuple[int, torch.Tensor] | None) -> torch.Tensor:
-    """Logits of the dense model; with ``start`` (a point >= 1 and ``x`` ``(B, T, C)``) as if its stream were x there."""
+    """Logits of the dense model; with ``start`` (a point >= 1 and ``x`` ``(B, T, C)``) as if the stream were x."""
     point, x = start if start is not None else (0, None)
     before = loaded.blocks[:point]
     handed_on = (x,) if before and _returns_tuple(loaded.model, loaded.blocks) else x
