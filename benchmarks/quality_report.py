@@ -158,7 +158,8 @@ def markdown(result: Cell, size: int, operators: Sequence[str]) -> str:
         "",
         "dense: " + ", ".join(f"{d} {p:.1f}" for d, p in result["dense"].items()),
     ]
-    lines += repair_tables(result["rows"], size) + criteria_table(result["criteria"], operators)
+    lines += repair_tables(result["rows"], size) + refit_table(result["rows"])
+    lines += criteria_table(result["criteria"], operators)
     lines += size_tables(result["rows"]) + task_table(result["tasks"]) + samples(result)
     return "\n".join(lines) + "\n"
 
@@ -185,6 +186,17 @@ def repair_row(row: Cell) -> str:
     means = [f"**{row[f'geometric_mean{k}']:.1f}** | {interval(row.get(f'ratio_to_ghost{k}'))}" for k in ("", "_prose")]
     errors = ", ".join(f"{e:.3f}" for e in row["relative_error_held_out"] if e is not None)
     return f"| {row['repair']} | {texts} | {' | '.join(means)} | {errors} | {row['seconds']:.0f} |"
+
+
+def refit_table(rows: Sequence[Cell]) -> list[str]:
+    """Every refit against the same operator without it, whatever the plan and the number of sequences."""
+    domains = ("wiki", "c4", "code", "speeches")
+    lines = ["", "## Refit against no refit", "", "Ratio of perplexities, same operator, plan and sequences.", ""]
+    lines += [f"| n | plan | sequences | refit | {' | '.join(domains)} |", "|---|---|---|---|" + "---|" * len(domains)]
+    for row in (r for r in rows if "ratio_to_unrefitted" in r):
+        shown = " | ".join(interval(row["ratio_to_unrefitted"][d]) for d in domains)
+        lines.append(f"| {row['prune']} | {spans(row)} | {row['size']} | {row['repair']} | {shown} |")
+    return lines
 
 
 def criteria_table(rows: Sequence[Cell], operators: Sequence[str]) -> list[str]:

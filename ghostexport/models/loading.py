@@ -74,6 +74,11 @@ class LoadedModel:
     def device(self) -> torch.device:
         return input_device(self.model)
 
+    def require_whole(self, otherwise: str, remedy: str) -> None:
+        """Raises ModelLayoutError, saying what follows and what to do, when parts of a split model are on disk."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            raise ModelLayoutError(f"{self.source} is partly on disk: {otherwise}.", remedy)
+
 
 def load_model(
     source: str | Path, dtype: Dtype, execution: Execution | None = None, revision: str | None = None
@@ -137,11 +142,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def patch(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet | None = None) -> LoadedModel:
     """The variant of a dense model: the plan's blocks dropped, the operators (if any) inserted. Shares its weights."""
-    if any(parameter.is_meta for parameter in loaded.model.parameters()):
-        raise ModelLayoutError(
-            f"{loaded.source} is partly on disk; such a model can be measured, not cut.",
-            "Use a device that holds it, or cut its exported graph.",
-        )
+    loaded.require_whole("it can be measured, not cut", "Use a device that holds it, or cut its exported graph.")
     model = drop_blocks(loaded.model, plan)
     if operators is not None:
         model = insert_operators(model, operators)

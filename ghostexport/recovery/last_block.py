@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecoveryError
@@ -90,23 +91,24 @@ def tapped(loaded: LoadedModel, blocks: list[int], what: str) -> Iterator[dict[i
                 mid = find_mid(loaded.model, block)
             except ModelLayoutError as error:
                 raise RecoveryError(f"{what} does not apply to this model: {error.message}", _REMEDY) from error
-            handles += _tap(block, mid, projections.mlp_output, seen)
+            handles += _tap(block, mid, projections.mlp_output, seen, loaded.device)
         yield seen
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _tap(block: int, mid: Any, projection: Any, seen: dict[int, LastBlock]) -> list[Any]:
-    weight = right_multiply(projection).double()
-    bias = None if projection.bias is None else projection.bias.double()
+def _tap(block: int, mid: Any, projection: Any, seen: dict[int, LastBlock], device: torch.device) -> list[Any]:
+    with align_module_device(projection):  # parts of a split model may be on another device or on disk
+        weight = right_multiply(projection).double().to(device)
+        bias = None if projection.bias is None else projection.bias.double().to(device)
     stream: list[torch.Tensor] = []
 
     def read_mid(module: Any, args: tuple[Any, ...]) -> None:
-        stream[:] = [args[0]]
+        stream[:] = [args[0].to(device)]
 
     def read_inner(module: Any, args: tuple[Any, ...]) -> None:
-        inner = args[0].view(*stream[0].shape[:-1], -1)  # some models flatten tokens inside the MLP
+        inner = args[0].to(device).view(*stream[0].shape[:-1], -1)  # some models flatten tokens inside the MLP
         seen[block] = LastBlock(stream[0], inner, weight, bias)
 
     return [mid.register_forward_pre_hook(read_mid), projection.register_forward_pre_hook(read_inner)]

@@ -68,11 +68,13 @@ def refit(
 
     Raises:
         RecoveryError: the model's blocks are no plain sums, too few sequences, or a singular solve.
+        ModelLayoutError: parts of the model are on disk.
     """
     if len(calibration) < JUDGES:
         raise RecoveryError(
             f"A refit needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
         )
+    loaded.require_whole("a refit runs copies of its blocks", "Leave +refit out, or use a device that holds the model.")
     todo = steps(plan, inside, upstream)
     megabytes = calibration.tokens.size * loaded.hidden_size * next(loaded.model.parameters()).itemsize / 1e6
     execution.say(f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB on disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 import tempfile
@@ -170,16 +171,8 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
             raise _StopBlockError
         return (x,) if as_tuple else x
 
-    for block in blocks:
-        block.forward = stand_in
-    try:
-        with torch.no_grad():
-            loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    except _StopBlockError:
-        pass
-    finally:
-        for block in blocks:
-            del block.forward
+    with _instead(blocks, stand_in), torch.no_grad(), contextlib.suppress(_StopBlockError):
+        loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
     return calls
 
 
@@ -188,16 +181,25 @@ def go_on(loaded: LoadedModel, batch: Batch, start: tuple[int, torch.Tensor] | N
     point, x = start if start is not None else (0, None)
     before = loaded.blocks[:point]
     handed_on = (x,) if before and _returns_tuple(loaded.model, loaded.blocks) else x
-    for block in before:
-        block.forward = lambda *args, **kwargs: handed_on
-    try:
-        with torch.no_grad():
-            output = loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    finally:
-        for block in before:
-            del block.forward
+    with _instead(before, lambda *args, **kwargs: handed_on), torch.no_grad():
+        output = loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
     logits: torch.Tensor = output.logits
     return logits
+
+
+@contextmanager
+def _instead(blocks: nn.ModuleList, forward: Callable[..., Any]) -> Iterator[None]:
+    """Blocks that do something else meanwhile; a forward of their own (accelerate gives them one) comes back."""
+    own = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = forward
+    try:
+        yield
+    finally:
+        for block, before in zip(blocks, own, strict=True):
+            del block.forward
+            if before is not None:
+                block.forward = before
 
 
 def _returns_tuple(model: Any, blocks: nn.ModuleList) -> bool:
