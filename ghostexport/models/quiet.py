@@ -32,10 +32,12 @@ class _WithoutBars(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._in_line = False  # a line was handed on whose end is still to come
 
     def write(self, text: str) -> int:
-        if "\r" not in text and text.strip():
+        if "\r" not in text and (self._in_line or text.strip()):
             self._stream.write(text)
+            self._in_line = not text.endswith("\n")
         return len(text)
 
     def flush(self) -> None:

@@ -314,4 +314,6 @@ def test_bars_are_hidden_and_messages_are_not(capsys):
     with hidden_progress_bars():
         list(tqdm(range(3), desc="reading"))
         sys.stderr.write("a message\n")
-    assert capsys.readouterr().err.strip() == "a message"
+        print("another, its end written apart", file=sys.stderr)
+        list(tqdm(range(3), desc="reading"))
+    assert capsys.readouterr().err == "a message\nanother, its end written apart\n"
