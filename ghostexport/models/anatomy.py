@@ -115,7 +115,7 @@ def probe_calls(model: Any, modules: Iterable[nn.Module]) -> list[Call]:
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entered = args[0] if args else kwargs.get("hidden_states")
-        left = output[0] if isinstance(output, tuple) and output else output
+        left = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(entered, torch.Tensor) and isinstance(left, torch.Tensor):
             calls.append((module, entered, left))
 

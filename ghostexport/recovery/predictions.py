@@ -33,7 +33,8 @@ Stream = Callable[[Batch, list[Call]], torch.Tensor]
 class Predictions:
     """The dense model's predictions at some positions of at most :data:`SEQUENCES` judging sequences.
 
-    Kept in float16: ``2 V T / STRIDE`` bytes per sequence. One sequence is run at a time.
+    Kept in float16: ``2 V T / STRIDE`` bytes per sequence. One sequence is run and compared at a time, in float32: ten
+    times as much.
     """
 
     def __init__(self, loaded: LoadedModel, calibration: CalibrationSet) -> None:

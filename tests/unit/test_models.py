@@ -175,6 +175,15 @@ def test_projections_are_found_by_structure(name):
     assert found.additive == (name not in {"gemma2", "gemma3", "olmo2"})
 
 
+def test_blocks_that_return_a_list_are_understood():
+    config = transformers.OpenAIGPTConfig(vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=64)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    found = models.find_projections(model, 1)
+    block = models.find_blocks(model)[1]
+    assert (found.attention_output, found.mlp_output) == (block.attn.c_proj, block.mlp.c_proj)
+    assert not found.additive  # a norm behind each addition
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 def test_folding_a_weight_equals_setting_it(name):
     """Folding W_down T equals inserting m (T - I) behind the MLP, computed by hand at the next block's input."""
@@ -314,6 +323,6 @@ def test_bars_are_hidden_and_messages_are_not(capsys):
     with hidden_progress_bars():
         list(tqdm(range(3), desc="reading"))
         sys.stderr.write("a message\n")
-        print("another, its end written apart", file=sys.stderr)
+        sys.stderr.writelines(["another, its end written apart", "\n"])
         list(tqdm(range(3), desc="reading"))
     assert capsys.readouterr().err == "a message\nanother, its end written apart\n"
