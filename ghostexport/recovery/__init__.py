@@ -95,7 +95,11 @@ def shareable(section: RecoverSection, cuts: int) -> Request | None:
 
     None where recovery would make its own pass all the same, or none: operators that look inside a block, cuts fitted
     one after the other or block by block, refits alone, several processes that share the pass out.
+
+    Raises:
+        RecipeError: unknown operator, or one that cannot be refitted.
     """
+    _require_known(section)
     families = [OPERATORS[name] for name in section.operators if not name.endswith(REFIT)]
     request = _request(families, section)
     apart = section.per_block or section.statistics == "sequential"
@@ -130,10 +134,7 @@ def recover(
         RecoveryError: a fit is singular, or an operator does not apply to this model.
     """
     execution = execution or Execution()
-    for name in section.operators:
-        require_name(base_operator(name), OPERATORS, "operator")
-        if name.endswith(REFIT) and OPERATORS[base_operator(name)].train is not None:
-            raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
+    _require_known(section)
     if not plan.removed:
         return {name: OperatorSet(name, (), plan, calibration.sha256) for name in section.operators}
     for tokens in (calibration, held_out):
@@ -153,6 +154,13 @@ def recover(
     for name in section.operators:
         say_lost_tokens(name, fitted[name], execution)
     return {name: OperatorSet(name, fitted[name], plan, calibration.sha256) for name in section.operators}
+
+
+def _require_known(section: RecoverSection) -> None:
+    for name in section.operators:
+        require_name(base_operator(name), OPERATORS, "operator")
+        if name.endswith(REFIT) and OPERATORS[base_operator(name)].train is not None:
+            raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
 
 
 #: From this NMSE on an operator misses the tokens that make up the change, whatever its error on the others.

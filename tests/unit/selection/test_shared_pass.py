@@ -8,6 +8,7 @@ import torch
 
 from ghostexport import models, recovery, selection
 from ghostexport.calibration import CalibrationSet
+from ghostexport.errors import RecipeError
 from ghostexport.recipe import Execution, RecoverSection, SelectSection
 from ghostexport.recovery.passes import gather
 from ghostexport.selection.shared_pass import GUESSING, select_and_gather
@@ -135,6 +136,12 @@ def test_cuts_that_are_not_fitted_on_the_dense_model_share_only_as_a_single_one(
     plan, statistics = shared(loaded, section=section)
     own = gather(loaded, plan.boundaries, CALIBRATION, (), Execution())
     assert torch.equal(statistics[0].moments.gram, own[0].moments.gram)
+
+
+@pytest.mark.parametrize("name", ("gost", "ghost-distilled+refit"))
+def test_an_operator_that_recovery_will_refuse_is_refused_before_the_pass(loaded, name):
+    with pytest.raises(RecipeError, match=name.partition("+")[0]):
+        shared(loaded, section=RecoverSection(operators=(name,)))
 
 
 def test_a_single_sequence_is_guess_and_set_at_once(loaded):
