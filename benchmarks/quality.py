@@ -8,7 +8,8 @@ Parts: ``repairs`` (every repair on the span that ``streamline`` picks and on an
 (every criterion with the operators of OPERATORS, on two of the domains), ``sizes`` (16 to 256 calibration sequences),
 ``tasks`` (zero-shot accuracy on the same items, and a sample of text). Calibration text is wiki and C4; held-out
 windows come from other documents of both, from code and from presidential messages of 1790 to 1900. Every measured cell
-is one JSON file in CELLS, with its operators beside it, so an interrupted run continues where it stopped.
+is one JSON file in CELLS, with its operators beside it, so an interrupted run continues where it stopped (after a
+change of ghostexport take a new folder).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from quality_report import COMPARED, cell_name, render
+from quality_report import COMPARED, TRAINED, cell_name, render
 from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 
 from ghostexport import models, recovery, selection
@@ -62,8 +63,7 @@ REPAIRS = (
     "linearpatch-distilled",
     "ghost-distilled",
 )
-#: Trained, not solved: each is fitted by itself, and keeps the state that is best on text that nothing is reported on.
-TRAINED = ("replaceme-cosine", "streamline-ffn", "linearpatch-distilled", "ghost-distilled")
+
 OPERATORS = ("pruned", "linearpatch-rotate", "ghost", "ghost-split")
 SIZED = ("ghost", "ghost-split", "ghost-split+refit")
 ASKED = ("pruned", "linearpatch-rotate", "ghost", "ghost-split+refit")

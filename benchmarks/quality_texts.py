@@ -35,7 +35,7 @@ def held_out_windows(pools: Pools, count: int) -> dict[str, CalibrationSet]:
 
 
 def calibration_windows(pools: Pools, count: int) -> CalibrationSet:
-    """Alternating windows of wiki and C4, so that every prefix is a balanced mix."""
+    """Alternating windows of wiki and C4: every prefix is a balanced mix, and every window that judges is C4."""
     half = -(-count // 2)
     parts = [_windows(pools[domain][0], half).tokens for domain in ("wiki", "c4")]
     return CalibrationSet.from_tokens(np.stack(parts, axis=1).reshape(-1, LENGTH)[:count])

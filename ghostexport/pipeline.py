@@ -66,7 +66,12 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     write_json(folder.plan_path, plan.to_json())
     if statistics is None:
         return [folder.plan_path]
-    return [folder.plan_path, statistics_file.save(folder.statistics_path, loaded, drawn, statistics)]
+    try:
+        statistics_file.save(folder.statistics_path, loaded, drawn, statistics)
+    except RunFolderError as error:  # a convenience: recover makes its own pass without it
+        execution.say(f"select: the statistics for recover were not kept. {error.message}")
+        return [folder.plan_path]
+    return [folder.plan_path, folder.statistics_path]
 
 
 def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:

@@ -37,7 +37,7 @@ from ghostexport.recovery.passes import (
 from ghostexport.recovery.per_block import multiplied, single_blocks
 from ghostexport.recovery.prune_and_comp import fit_scale, require_scalable
 from ghostexport.recovery.ranks import is_parallel
-from ghostexport.recovery.refit import refit
+from ghostexport.recovery.refit import refit, require_refittable
 from ghostexport.recovery.repaired import measure_refit
 from ghostexport.recovery.replaceme import fit_lstsq
 from ghostexport.recovery.sequential import Crossing, fit_sequential
@@ -132,6 +132,7 @@ def recover(
         RecipeError: unknown operator.
         CalibrationError: too few tokens, tokens that do not suit the model, or non-finite activations.
         RecoveryError: a fit is singular, or an operator does not apply to this model.
+        ModelLayoutError: an operator needs all of the model in memory.
     """
     execution = execution or Execution()
     _require_known(section)
@@ -143,6 +144,10 @@ def recover(
     for check in {OPERATORS[base_operator(name)].check for name in section.operators}:
         if check is not None:
             check(loaded, plan)
+    for name in section.operators:
+        if name.endswith(REFIT):
+            inside = bool(INSIDE & set(OPERATORS[base_operator(name)].needs))
+            require_refittable(loaded, plan, calibration, inside)
     families = {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
     fitted = _fit(loaded, plan, calibration, held_out, families, section, execution, statistics)
     for name, family in families.items():

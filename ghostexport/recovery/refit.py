@@ -40,10 +40,13 @@ from ghostexport.operators import FoldRole, Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
 from ghostexport.recovery.judging import JUDGES, choose_change, judges, surely_less
-from ghostexport.recovery.last_block import LastBlock, right_multiply
+from ghostexport.recovery.last_block import LastBlock, additive_projections, right_multiply
 from ghostexport.recovery.passes import BoundaryStatistics, apply
 from ghostexport.recovery.predictions import Predictions
 from ghostexport.recovery.streams import Call, Inside, SingleBlock, Streams, block_calls, fill, open_streams
+
+#: Judging sequences from which on chance is told from gain about as often as the standard error promises.
+FEW = 4
 
 #: ``fit(boundary, feed)``: makes statistics, calls ``feed(statistics)`` to fill them, and returns the operator.
 FitBoundary = Callable[[Boundary, Callable[[BoundaryStatistics], None]], Operator]
@@ -72,17 +75,43 @@ def refit(
         RecoveryError: the model's blocks are no plain sums, too few sequences, or a singular solve.
         ModelLayoutError: parts of the model are on disk.
     """
+    require_refittable(loaded, plan, calibration, inside)
+    todo = steps(plan, inside, upstream)
+    megabytes = calibration.tokens.size * loaded.hidden_size * next(loaded.model.parameters()).itemsize / 1e6
+    execution.say(f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB on disk")
+    if len(calibration) < FEW * JUDGES:
+        execution.say(
+            f"refit: {len(calibration) // JUDGES} of {len(calibration)} sequences judge, too few to tell a gain from "
+            f"chance. Use {FEW * JUDGES} --sequences or more, or compare with the same operator without +refit."
+        )
+    with open_streams(loaded, calibration) as streams:
+        walk = _Walk(loaded, calibration, streams, execution)
+        return walk.through(plan, todo, fit, inside)
+
+
+def require_refittable(loaded: LoadedModel, plan: PrunePlan, calibration: CalibrationSet, inside: bool) -> None:
+    """Refuses early what a refit cannot do.
+
+    Raises:
+        RecoveryError: too few sequences, a block that is no plain sum (the first one behind a cut is looked at), or no
+            kept block to look inside of.
+        ModelLayoutError: parts of the model are on disk.
+    """
     if len(calibration) < JUDGES:
         raise RecoveryError(
             f"A refit needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
         )
     loaded.require_whole("a refit runs copies of its blocks", "Leave +refit out, or use a device that holds the model.")
-    todo = steps(plan, inside, upstream)
-    megabytes = calibration.tokens.size * loaded.hidden_size * next(loaded.model.parameters()).itemsize / 1e6
-    execution.say(f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB on disk")
-    with open_streams(loaded, calibration) as streams:
-        walk = _Walk(loaded, calibration, streams, execution)
-        return walk.through(plan, todo, fit, inside)
+    for boundary in plan.boundaries:
+        if inside and boundary.span.start == 0:
+            raise RecoveryError("This operator needs a kept block before the cut; block 0 is removed.", "Use ghost.")
+        if boundary.span.stop < plan.num_blocks:
+            additive_projections(loaded, boundary.span.stop, "+refit")
+        if inside and not SingleBlock(loaded, boundary.span.start - 1, "+refit").has_mid:
+            raise RecoveryError(
+                f"Block {boundary.span.start - 1} adds attention and MLP to the same stream: there is nothing between.",
+                "Use an operator that acts at the boundary, such as ghost-weighted+refit.",
+            )
 
 
 @dataclass(frozen=True)
@@ -135,8 +164,6 @@ class _Walk:
 
     def through(self, plan: PrunePlan, todo: list[_Step], fit: FitBoundary, inside: bool) -> tuple[Operator, ...]:
         start = plan.boundaries[0].span.start
-        if inside and start == 0:
-            raise RecoveryError("This operator needs a kept block before the cut; block 0 is removed.", "Use ghost.")
         first = min([start - inside, *(step.block for step in todo)])
         fill(self.loaded, self.calibration, first, self.streams.repaired)
         self.streams.dense.copy_(self.streams.repaired)
@@ -169,11 +196,6 @@ class _Walk:
         """Fits the operator on the repaired stream before the cut and the dense one after it, and applies it."""
         self.advance_dense(boundary.span.stop)
         self.known = None
-        if student is not None and not student.has_mid:
-            raise RecoveryError(
-                f"Block {student.index} adds attention and MLP to the same stream: there is nothing between them.",
-                "Use an operator that acts at the boundary, such as ghost-weighted+refit.",
-            )
 
         def batches() -> Any:
             for batch, calls in self.batches():

@@ -81,3 +81,15 @@ def test_a_damaged_file_is_named_and_made_again_after_deleting_it(recovered):
     folder.statistics_path.unlink()
     folder, said = recovered()
     assert folder.statistics_path.read_bytes() == whole and "recover: current, kept" in said
+
+
+def test_a_disk_too_full_for_the_statistics_stops_nothing(recovered, monkeypatch):
+    def full(*args):
+        raise RunFolderError("The disk is full.", "Make room.")
+
+    monkeypatch.setattr("ghostexport.recovery.statistics_file.require_space", full)
+    folder, said = recovered()
+    assert not shared(said) and not folder.statistics_path.exists()
+    assert "select: the statistics for recover were not kept. The disk is full." in said
+    _, said = recovered()
+    assert "select: current, kept" in said and "recover: current, kept" in said

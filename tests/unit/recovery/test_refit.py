@@ -238,3 +238,23 @@ def test_what_does_not_apply_says_so():
     few = CalibrationSet.from_tokens(np.ones((3, 60)))
     with pytest.raises(RecoveryError, match="at least 4 calibration sequences"):
         recovery.recover(llama, plan, few, HELD_OUT, RecoverSection(operators=("ghost+refit",)))
+
+
+def test_refusals_come_before_anything_is_measured(monkeypatch):
+    """A recipe with a refit that cannot be is refused at once, not after its other operators are fitted."""
+    monkeypatch.setattr(recovery, "gather", lambda *args: pytest.fail("a pass was made"))
+    for name, kind in (("gpt-neox", "ghost-split+refit"), ("gemma2", "none+refit")):
+        with pytest.raises(RecoveryError):
+            loaded = models.from_memory(tiny(name))
+            section = RecoverSection(operators=("ghost", kind))
+            recovery.recover(loaded, PrunePlan.from_spans(6, [[2, 4]]), CALIBRATION, HELD_OUT, section)
+
+
+def test_few_judges_are_announced():
+    loaded, plan = models.from_memory(tiny("llama")), PrunePlan.from_spans(6, [[2, 4]])
+    for count in (8, 16):
+        said = []
+        tokens = windows(count, 0)
+        section = RecoverSection(operators=("none+refit",))
+        recovery.recover(loaded, plan, tokens, HELD_OUT, section, Execution(say=said.append))
+        assert any("2 of 8 sequences judge, too few" in line for line in said) == (count == 8)
