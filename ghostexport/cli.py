@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect as python_inspect
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,9 @@ app = typer.Typer(
 )
 build = typer.Typer(help="Build engines.", no_args_is_help=True)
 app.add_typer(build, name="build")
+
+#: The exit code that Typer gives an interrupted command.
+INTERRUPTED = 130
 
 Target = Annotated[str, typer.Argument(help="Run folder, or a model (then with -o): Hub id, folder, .gguf, smollm2.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Run folder to create or continue.")]
@@ -310,14 +314,16 @@ def _colon_spans(remove: list[str] | None) -> list[list[int]]:
 
 def main() -> None:
     """Entry point of the ``ghostexport`` command."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop cleans up as Ctrl-C does
     try:
         app()
     except GhostExportError as error:
         typer.secho(f"error: {error}", err=True, fg="red" if sys.stderr.isatty() else None)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; finished stages are kept, run the same command to continue", err=True)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            typer.echo("interrupted; finished stages are kept, run the same command to continue", err=True)
+        raise
 
 
 if __name__ == "__main__":

@@ -117,6 +117,24 @@ def test_ghost_generates_the_same_tokens_in_onnx_runtime_as_in_pytorch(run, tiny
 
 
 @pytest.mark.slow
+def test_a_stopped_refit_takes_its_streams_with_it(tiny_model, text_file, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    start = [sys.executable, "-m", "ghostexport.cli", "recover", str(tiny_model), "-o", str(tmp_path / "run"), *FLAGS]
+    start += ["--calibration", str(text_file), "--operator", "ghost+refit"]
+    process = subprocess.Popen(
+        start, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(scratch)}
+    )
+    deadline = time.monotonic() + 120
+    while not list(scratch.glob("*streams*")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)  # raises what Ctrl-C does
+    _, said = process.communicate()
+    assert process.returncode == 130 and "finished stages are kept" in said
+    assert not list(scratch.glob("ghostexport-*"))
+
+
+@pytest.mark.slow
 def test_a_killed_run_continues_and_ends_in_the_same_bytes(run, tiny_model, text_file, tmp_path):
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "ghostexport.cli", "surgery", str(folder)]
