@@ -14,6 +14,7 @@ from quality_figures import draw_criteria, draw_depths
 
 from ghostexport.evaluation.intervals import paired_average
 from ghostexport.evaluation.tasks import compare, summarise
+from ghostexport.recovery import OPERATORS as FAMILIES
 from ghostexport.runfolder import write_bytes, write_json
 
 #: Geometric means: over the demo texts, and over prose alone (code and presidential messages are never calibrated on).
@@ -22,7 +23,7 @@ PROSE = ("wiki", "c4", "speeches")
 COMPARED = ("wiki", "code")  # of the comparison of criteria
 #: Trained, not solved: each is fitted by itself and keeps the state that is best on calibration windows of its own,
 #: on which its errors are measured too; those of the others are measured on held-out text.
-TRAINED = ("replaceme-cosine", "streamline-ffn", "linearpatch-distilled", "ghost-distilled")
+TRAINED = tuple(name for name, family in FAMILIES.items() if family.train is not None)
 PREDICTED = 511  # tokens of a window
 RESAMPLES = 4000
 

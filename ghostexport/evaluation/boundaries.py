@@ -18,7 +18,7 @@ from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
 from ghostexport.recovery.last_block import LastBlock
-from ghostexport.recovery.passes import BoundaryErrors, gather, reaches_inside, stream_boundaries
+from ghostexport.recovery.passes import BoundaryErrors, Request, gather, reaches_inside, stream_boundaries
 
 
 def boundary_errors(
@@ -36,7 +36,7 @@ def boundary_errors(
         ``relative_error`` (mean over tokens of ``||error|| / ||x_post||``) without first tokens, and
         ``sink_relative_error`` of first tokens.
     """
-    statistics = gather(loaded, plan.boundaries, drawn, (), execution)
+    statistics = gather(loaded, plan.boundaries, drawn, Request(), execution)
     rungs = [{name: _map(s.boundary, name, M) for name, M in ladder(s.moments).items()} for s in statistics]
     operators = [{name: found.operators[b.index] for name, found in sets.items()} for b in plan.boundaries]
     meters = [{key: _Apart() for key in ({**rungs[i], **operators[i]})} for i in range(len(plan.boundaries))]

@@ -24,7 +24,6 @@ from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.linearpatch import fit_diag, fit_rotate
 from ghostexport.recovery.none import fit_none
 from ghostexport.recovery.passes import (
-    INSIDE,
     Basis,
     BoundaryStatistics,
     Need,
@@ -103,7 +102,7 @@ def shareable(section: RecoverSection, cuts: int) -> Request | None:
     families = [OPERATORS[name] for name in section.operators if not name.endswith(REFIT)]
     request = _request(families, section)
     apart = section.per_block or section.statistics == "sequential"
-    if not families or request.needs & INSIDE or (apart and cuts > 1) or is_parallel():
+    if not families or request.inside or (apart and cuts > 1) or is_parallel():
         return None
     return request
 
@@ -146,7 +145,7 @@ def recover(
             check(loaded, plan)
     for name in section.operators:
         if name.endswith(REFIT):
-            inside = bool(INSIDE & set(OPERATORS[base_operator(name)].needs))
+            inside = _request([OPERATORS[base_operator(name)]], section).inside
             require_refittable(loaded, plan, calibration, inside)
     families = {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
     fitted = _fit(loaded, plan, calibration, held_out, families, section, execution, statistics)
@@ -199,11 +198,10 @@ def _fit(
     if section.statistics == "sequential" and len(plan.boundaries) > 1:
         return _sequential(loaded, plan, calibration, held_out, families, section, execution)
     wanted = _request(families.values(), section)
-    options = (calibration, wanted.bases, execution, wanted.folds, wanted.needs)
     if statistics is None:
-        statistics = gather(loaded, plan.boundaries, *options)
+        statistics = gather(loaded, plan.boundaries, calibration, wanted, execution)
     if section.per_block and len(plan.boundaries) > 1:
-        singles = gather(loaded, single_blocks(plan), *options)
+        singles = gather(loaded, single_blocks(plan), calibration, wanted, execution)
         fitted = {n: multiplied(plan, [family.fit(s, section) for s in singles]) for n, family in families.items()}
     else:
         fitted = {name: [family.fit(s, section) for s in statistics] for name, family in families.items()}
@@ -225,16 +223,18 @@ def _sequential(
         raise RecipeError("recover: per_block measures on the dense model.", "Use --statistics dense with it.")
     fitted = {}
     for name, family in families.items():
+        request = _request([family], section)
 
-        def fit(boundary: Boundary, crossings: Iterator[Crossing], family: Family = family) -> Operator:
-            (statistics,) = _request([family], section).empty(loaded, [boundary], calibration)
+        def fit(
+            boundary: Boundary, crossings: Iterator[Crossing], family: Family = family, request: Request = request
+        ) -> Operator:
+            (statistics,) = request.empty(loaded, [boundary], calibration)
             for batch, x, post, last in crossings:
                 statistics.add(batch.sequences, batch.mask, x, post, last)
             operator = family.fit(statistics, section)
             return replace(operator, fit={**operator.fit, **figures(operator, statistics)})
 
-        inside = bool(INSIDE & set(family.needs))
-        fitted[name] = fit_sequential(loaded, plan, calibration, held_out, fit, inside, execution)
+        fitted[name] = fit_sequential(loaded, plan, calibration, held_out, fit, request.inside, execution)
     return fitted
 
 
@@ -258,15 +258,15 @@ def _refit(
 ) -> tuple[Operator, ...]:
     """The operators of one ``+refit`` variant, each fitted on the repaired prefix, and the refitted weights."""
     family = OPERATORS[base_operator(name)]
+    request = _request([family], section)
 
     def fit(boundary: Boundary, feed: Callable[[BoundaryStatistics], None]) -> Operator:
-        (statistics,) = _request([family], section).empty(loaded, [boundary], calibration)
+        (statistics,) = request.empty(loaded, [boundary], calibration)
         feed(statistics)
         operator = family.fit(statistics, section)
         return replace(operator, fit={**operator.fit, **figures(operator, statistics)})
 
-    inside = bool(INSIDE & set(family.needs))
-    operators = refit(loaded, plan, calibration, fit, inside, section.refit_upstream, execution)
+    operators = refit(loaded, plan, calibration, fit, request.inside, section.refit_upstream, execution)
     measured = measure_refit(loaded, OperatorSet(name, operators, plan), held_out, execution)
     return tuple(replace(o, fit={**o.fit, **errors}) for o, errors in zip(operators, measured, strict=True))
 

@@ -73,24 +73,34 @@ def additive_projections(loaded: LoadedModel, block: int, what: str) -> Projecti
     return projections
 
 
+def last_kept(loaded: LoadedModel, block: int, what: str) -> tuple[Projections, nn.Module]:
+    """The projections of the last kept block before a cut, and the module that reads its ``x_mid``.
+
+    Raises:
+        RecoveryError: the block is -1 (nothing is kept before the cut), its MLP is not a plain addition to the stream,
+            or there is no stream between attention and MLP.
+    """
+    if block < 0:
+        raise RecoveryError(f"{what} needs a kept block before the cut; block 0 is removed.", _REMEDY)
+    projections = additive_projections(loaded, block, what)
+    try:
+        return projections, find_mid(loaded.model, block)
+    except ModelLayoutError as error:
+        raise RecoveryError(f"{what} does not apply to this model: {error.message}", _REMEDY) from error
+
+
 @contextmanager
 def tapped(loaded: LoadedModel, blocks: list[int], what: str) -> Iterator[dict[int, LastBlock]]:
     """While open, the returned dict holds the newest values inside each of ``blocks`` after it ran.
 
     Raises:
-        RecoveryError: a block is -1 (nothing is kept before the cut), or its MLP is not a plain addition to the stream.
+        RecoveryError: as :func:`last_kept`.
     """
     seen: dict[int, LastBlock] = {}
     handles = []
     try:
         for block in blocks:
-            if block < 0:
-                raise RecoveryError(f"{what} needs a kept block before the cut; block 0 is removed.", _REMEDY)
-            projections = additive_projections(loaded, block, what)
-            try:
-                mid = find_mid(loaded.model, block)
-            except ModelLayoutError as error:
-                raise RecoveryError(f"{what} does not apply to this model: {error.message}", _REMEDY) from error
+            projections, mid = last_kept(loaded, block, what)
             handles += _tap(block, mid, projections.mlp_output, seen, loaded.device)
         yield seen
     finally:

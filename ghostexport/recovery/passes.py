@@ -143,6 +143,11 @@ class Request:
     needs: frozenset[Need] = frozenset()
     folds: int = 1
 
+    @property
+    def inside(self) -> bool:
+        """Whether the pass looks inside the last kept block."""
+        return bool(self.needs & INSIDE)
+
     def empty(
         self, loaded: LoadedModel, boundaries: Sequence[Boundary], calibration: CalibrationSet
     ) -> list[BoundaryStatistics]:
@@ -184,10 +189,8 @@ def gather(
     loaded: LoadedModel,
     boundaries: Sequence[Boundary],
     calibration: CalibrationSet,
-    bases: Iterable[Basis],
+    request: Request,
     execution: Execution,
-    folds: int = 1,
-    needs: Iterable[Need] = (),
 ) -> list[BoundaryStatistics]:
     """One pass of the dense model over the calibration set; statistics of every boundary.
 
@@ -197,10 +200,9 @@ def gather(
         CalibrationError: non-finite activations.
         RecoveryError: the last kept block is needed and is not a plain sum of stream, attention and MLP.
     """
-    request = Request(frozenset(bases), frozenset(needs), folds)
     statistics = request.empty(loaded, boundaries, calibration)
-    batches, inside = shared_out(calibration.batches(loaded.device)), bool(request.needs & INSIDE)
-    stream_boundaries(loaded, boundaries, batches, len(calibration), into(statistics), execution, "recover", inside)
+    batches, add = shared_out(calibration.batches(loaded.device)), into(statistics)
+    stream_boundaries(loaded, boundaries, batches, len(calibration), add, execution, "recover", request.inside)
     for gathered in statistics:
         moments = (*gathered.folds, *gathered.weighted_folds, *gathered.last_block_folds, *gathered.mlp_folds)
         add_up([*moments, *gathered.ratios.values()], [gathered.sample, gathered.last_block_sample])

@@ -43,18 +43,18 @@ class Predictions:
         self.batches = list(itertools.islice(judging, SEQUENCES))
         head = loaded.model.get_output_embeddings()
         self.head: nn.Module = head
-        self.dense = [self._log_probabilities(batch, None).half() for batch in self.batches]
+        self.dense = [self._log_probabilities(batch).half() for batch in self.batches]
 
     def divergences(self, point: int, stream: Stream) -> list[float]:
         """Mean KL in nats of every sequence when the dense model goes on from ``stream`` as its ``x_point``."""
         found = []
         for batch, dense in zip(self.batches, self.dense, strict=True):
             x = stream(batch, block_calls(self.loaded, batch))
-            log_p, log_q = dense.float(), self._log_probabilities(batch, (point, x))
+            log_p, log_q = dense.float(), self._log_probabilities(batch, point, x)
             found.append(float((log_p.exp() * (log_p - log_q)).sum(1).mean()))
         return found
 
-    def _log_probabilities(self, batch: Batch, start: tuple[int, torch.Tensor] | None) -> torch.Tensor:
+    def _log_probabilities(self, batch: Batch, point: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
         """``[n, V]`` float32 of the real positions looked at; the head runs at those alone."""
 
         def only(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -62,7 +62,7 @@ class Predictions:
 
         handle = self.head.register_forward_pre_hook(only)
         try:
-            logits = go_on(self.loaded, batch, start)
+            logits = go_on(self.loaded, batch, point, x)
         finally:
             handle.remove()
         return logits.float().log_softmax(1)

@@ -40,7 +40,7 @@ from ghostexport.operators import FoldRole, Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
 from ghostexport.recovery.judging import JUDGES, choose_change, judges, surely_less
-from ghostexport.recovery.last_block import LastBlock, additive_projections, right_multiply
+from ghostexport.recovery.last_block import LastBlock, additive_projections, last_kept, right_multiply
 from ghostexport.recovery.passes import BoundaryStatistics, apply
 from ghostexport.recovery.predictions import Predictions
 from ghostexport.recovery.streams import Call, Inside, SingleBlock, Streams, block_calls, fill, open_streams
@@ -63,6 +63,8 @@ def refit(
 ) -> tuple[Operator, ...]:
     """Fits every boundary's operator and the blocks around it, in depth order.
 
+    Requires: :func:`require_refittable` was asked.
+
     Args:
         fit: makes the operator of one boundary.
         inside: the operator replaces the down-projection of the last kept block, whose inside ``fit`` is fed with.
@@ -72,10 +74,8 @@ def refit(
         One operator per boundary; ``folds`` hold its own and the refitted weights, ``fit["refit"]`` what was judged.
 
     Raises:
-        RecoveryError: the model's blocks are no plain sums, too few sequences, or a singular solve.
-        ModelLayoutError: parts of the model are on disk.
+        RecoveryError: a block behind the first one is no plain sum, or a singular solve.
     """
-    require_refittable(loaded, plan, calibration, inside)
     todo = steps(plan, inside, upstream)
     megabytes = calibration.tokens.size * loaded.hidden_size * next(loaded.model.parameters()).itemsize / 1e6
     execution.say(f"refit: {len(todo)} blocks, {calibration.num_tokens} tokens, 2 x {megabytes:.0f} MB on disk")
@@ -103,15 +103,10 @@ def require_refittable(loaded: LoadedModel, plan: PrunePlan, calibration: Calibr
         )
     loaded.require_whole("a refit runs copies of its blocks", "Leave +refit out, or use a device that holds the model.")
     for boundary in plan.boundaries:
-        if inside and boundary.span.start == 0:
-            raise RecoveryError("This operator needs a kept block before the cut; block 0 is removed.", "Use ghost.")
         if boundary.span.stop < plan.num_blocks:
             additive_projections(loaded, boundary.span.stop, "+refit")
-        if inside and not SingleBlock(loaded, boundary.span.start - 1, "+refit").has_mid:
-            raise RecoveryError(
-                f"Block {boundary.span.start - 1} adds attention and MLP to the same stream: there is nothing between.",
-                "Use an operator that acts at the boundary, such as ghost-weighted+refit.",
-            )
+        if inside:
+            last_kept(loaded, boundary.span.start - 1, "This operator")
 
 
 @dataclass(frozen=True)

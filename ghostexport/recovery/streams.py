@@ -109,11 +109,6 @@ class SingleBlock:
         self.mlp_output: Any = self.block.get_submodule(names[projections.mlp_output])
         self._mid = None if mid is None else self.block.get_submodule(names[mid])
 
-    @property
-    def has_mid(self) -> bool:
-        """Whether a stream exists between attention and MLP."""
-        return self._mid is not None
-
     def run(self, call: Call, x: torch.Tensor, until_mid: bool = False) -> Inside:
         """Runs the block on ``x`` ``(B, T, C)``; ``until_mid`` leaves out the MLP where a mid stream exists."""
         seen: dict[str, torch.Tensor] = {}
@@ -176,9 +171,8 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
     return calls
 
 
-def go_on(loaded: LoadedModel, batch: Batch, start: tuple[int, torch.Tensor] | None) -> torch.Tensor:
-    """Logits of the dense model; with ``start`` (a point >= 1 and ``x`` ``(B, T, C)``) as if the stream were x."""
-    point, x = start if start is not None else (0, None)
+def go_on(loaded: LoadedModel, batch: Batch, point: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits ``(B, T, V)`` of the dense model, its stream at a ``point`` >= 1 replaced by ``x`` ``(B, T, C)``."""
     before = loaded.blocks[:point]
     handed_on = (x,) if before and _returns_tuple(loaded.model, loaded.blocks) else x
     with _instead(before, lambda *args, **kwargs: handed_on), torch.no_grad():

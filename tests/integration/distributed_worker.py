@@ -11,7 +11,7 @@ from ghostexport import models, recovery
 from ghostexport.calibration import CalibrationSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Execution, RecoverSection
-from ghostexport.recovery.passes import gather
+from ghostexport.recovery.passes import Request, gather
 from tests.tiny import tiny
 
 OPERATORS = (
@@ -27,7 +27,8 @@ def work() -> dict:
     calibration = CalibrationSet.from_tokens(tokens, mask)
     loaded = models.from_memory(tiny("llama"))
     plan = PrunePlan.from_spans(6, [[1, 2], [3, 5]])
-    statistics = gather(loaded, plan.boundaries, calibration, ("identity",), Execution(), 4, ("weighted", "last-block"))
+    request = Request(frozenset({"identity"}), frozenset({"weighted", "last-block"}), 4)
+    statistics = gather(loaded, plan.boundaries, calibration, request, Execution())
     folds = [m for s in statistics for m in (*s.folds, *s.weighted_folds, *s.last_block_folds)]
     moments = [(m.gram, m.cross, m.sum_x, m.square_delta, m.weight, m.tokens) for m in folds]
     ratios = [s.ratios["identity"].mean_of_ratios for s in statistics]

@@ -139,8 +139,8 @@ def test_no_change_gives_a_zero_operator():
 def test_folds_add_up_and_are_by_sequence():
     loaded = models.from_memory(tiny("llama"))
     plan = PrunePlan.from_spans(6, [[2, 4]])
-    one = recovery.gather(loaded, plan.boundaries, CALIBRATION, (), Execution(), folds=1)[0]
-    four = recovery.gather(loaded, plan.boundaries, CALIBRATION, (), Execution(), folds=4)[0]
+    one = recovery.gather(loaded, plan.boundaries, CALIBRATION, recovery.Request(folds=1), Execution())[0]
+    four = recovery.gather(loaded, plan.boundaries, CALIBRATION, recovery.Request(folds=4), Execution())[0]
     torch.testing.assert_close(four.moments.gram, one.moments.gram, rtol=1e-12, atol=1e-9)
     assert [fold.tokens for fold in four.folds] == [int(CALIBRATION.attention_mask[i::4].sum()) for i in range(4)]
 

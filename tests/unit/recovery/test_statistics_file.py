@@ -31,7 +31,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def gathered(loaded):
-    return gather(loaded, PLAN.boundaries, windows(), REQUEST.bases, Execution(), REQUEST.folds, REQUEST.needs)
+    return gather(loaded, PLAN.boundaries, windows(), REQUEST, Execution())
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_block_by_block_is_the_model(name):
     with torch.no_grad():
         logits = loaded.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     for point in (1, 4, 6):
-        went_on = go_on(loaded, batch, (point, values[point]))
+        went_on = go_on(loaded, batch, point, values[point])
         torch.testing.assert_close(went_on[batch.mask], logits[batch.mask], rtol=1e-4, atol=1e-4)
     assert all("forward" not in vars(block) for block in loaded.blocks)
 

@@ -10,7 +10,7 @@ from ghostexport import models, recovery, selection
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError
 from ghostexport.recipe import Execution, RecoverSection, SelectSection
-from ghostexport.recovery.passes import gather
+from ghostexport.recovery.passes import Request, gather
 from ghostexport.selection.shared_pass import GUESSING, select_and_gather
 from tests.tiny import tiny
 
@@ -134,7 +134,7 @@ def test_cuts_that_are_not_fitted_on_the_dense_model_share_only_as_a_single_one(
     plan, statistics = shared(two_cuts, criterion="shortgpt")
     assert [s.boundary for s in statistics] == list(plan.boundaries)
     plan, statistics = shared(loaded, section=section)
-    own = gather(loaded, plan.boundaries, CALIBRATION, (), Execution())
+    own = gather(loaded, plan.boundaries, CALIBRATION, Request(), Execution())
     assert torch.equal(statistics[0].moments.gram, own[0].moments.gram)
 
 
