@@ -172,12 +172,12 @@ LOST = 0.9
 
 
 def say_lost_tokens(name: str, operators: Sequence[Operator], execution: Execution) -> None:
-    """Tells where the removed blocks made a few massive tokens that the operator, good on the others, does not make."""
+    """Tells where an operator, good on most tokens, gets the few massive ones wrong that make up the squared change."""
     for operator in operators:
         nmse, relative = (operator.fit.get(f"{figure}_held_out", 0.0) for figure in ("nmse", "relative_error"))
         if operator.kind != "none" and nmse > LOST and relative < nmse / 2:
             execution.say(
-                f"{name}: the removed run {operator.boundary.span} makes massive tokens that this repair does not make "
+                f"{name}: behind the removed run {operator.boundary.span} this repair gets a few massive tokens wrong "
                 f"(NMSE {nmse:.2f}, mean relative error {relative:.2f}). Look at its perplexity: ghostexport eval RUN"
             )
 
