@@ -78,6 +78,8 @@ class TorchSession:
         import torch
         from transformers import AutoModelForCausalLM
 
+        from ghostexport.models.stepping import cache_argument
+
         self._torch, self._compiled = torch, compiled
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._config = self.model.config.get_text_config()
@@ -86,6 +88,7 @@ class TorchSession:
         self._token_bytes = 2 * self._config.num_hidden_layers * self._head[0] * size * 4
         self._static: dict[int, Any] = {}
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        self._cache_argument = cache_argument(self.model)
         self._call = torch.compile(self.model.forward) if compiled else self.model.forward
 
     def new_cache(self, batch: int, length: int = 0) -> Held:
@@ -136,8 +139,8 @@ class TorchSession:
                 input_ids=torch.from_numpy(np.ascontiguousarray(input_ids)),
                 attention_mask=torch.ones(cache.batch, total, dtype=torch.long),
                 position_ids=torch.arange(cache.length, total)[None].expand(cache.batch, -1),
-                past_key_values=cache.inner,
                 use_cache=True,
+                **{self._cache_argument: cache.inner},
             )
         return out.logits
 

@@ -4,12 +4,12 @@
     python benchmarks/quality.py --work CELLS --parts repairs --prune 7
     python benchmarks/quality.py --work CELLS --parts         # measure nothing, write JSON, tables and figures
 
-Parts: ``repairs`` (every repair on the span that ``streamline`` picks and on another criterion's plan), ``criteria``
-(every criterion with the operators of OPERATORS, on two of the domains), ``sizes`` (16 to 256 calibration sequences),
-``tasks`` (zero-shot accuracy on the same items, and a sample of text). Calibration text is wiki and C4; held-out
-windows come from other documents of both, from code and from presidential messages of 1790 to 1900. Every measured cell
-is one JSON file in CELLS, with its operators beside it, so an interrupted run continues where it stopped (after a
-change of ghostexport take a new folder).
+Parts: ``repairs`` (every repair on the span that ``streamline`` picks and on another criterion's plan),
+``criteria`` (every criterion with the operators of OPERATORS, on two of the domains), ``sizes`` (16 to 256
+calibration sequences), ``tasks`` (zero-shot accuracy on the same items, and a sample of text, on the plans of
+``repairs``). Calibration text is wiki and C4; held-out windows come from other documents of both, from code and
+from presidential messages of 1790 to 1900. Every measured cell is one JSON file in CELLS, with its operators beside
+it, so an interrupted run continues where it stopped (after a change of ghostexport take a new folder).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prune", type=int, nargs="+", default=[7, 11, 5])
     parser.add_argument("--criteria", nargs="+", default=list(CRITERIA))
     parser.add_argument("--repairs", nargs="+", default=list(REPAIRS))
-    parser.add_argument("--plan", help="criterion whose plan the repairs are measured on besides streamline's")
+    parser.add_argument("--plan", help="criterion whose plans repairs and tasks are measured on besides streamline's")
     parser.add_argument("--sequences", type=int, default=64, help="calibration sequences of 512 tokens")
     parser.add_argument("--criteria-sequences", type=int, default=32, help="the same of the part criteria")
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128, 256], help="of the part sizes")
@@ -110,9 +110,8 @@ def parse() -> argparse.Namespace:
 
 
 def repairs(bench: Bench, arguments: argparse.Namespace) -> None:
-    for criterion in dict.fromkeys(("streamline", arguments.plan or "streamline")):
-        for depth in arguments.prune:
-            bench.measure(bench.plan(depth, criterion), arguments.sequences, arguments.repairs)
+    for plan in bench.plans(arguments):
+        bench.measure(plan, arguments.sequences, arguments.repairs)
 
 
 def criteria(bench: Bench, arguments: argparse.Namespace) -> None:
@@ -131,8 +130,7 @@ def sizes(bench: Bench, arguments: argparse.Namespace) -> None:
 
 def tasks(bench: Bench, arguments: argparse.Namespace) -> None:
     bench.ask("tasks-dense", bench.loaded.model, arguments.items)
-    for depth in arguments.prune:
-        plan = bench.plan(depth, "streamline")
+    for plan in bench.plans(arguments):
         bench.measure(plan, arguments.sequences, ASKED)
         for repair in ASKED:
             patched = models.patch(bench.loaded, plan, bench.operators(plan, arguments.sequences, repair)).model
@@ -169,6 +167,11 @@ class Bench:
 
     def drawn(self, size: int) -> CalibrationSet:
         return CalibrationSet.from_tokens(self.calibration.tokens[:size])
+
+    def plans(self, arguments: argparse.Namespace) -> list[PrunePlan]:
+        """Of every depth, streamline's plan and the other criterion's."""
+        criteria = dict.fromkeys(("streamline", arguments.plan or "streamline"))
+        return [self.plan(depth, criterion) for criterion in criteria for depth in arguments.prune]
 
     def plan(self, depth: int, criterion: str) -> PrunePlan:
         """The criterion's plan (kept in a file). Blocks removed in an order give the shallower plans as well."""

@@ -139,14 +139,18 @@ def task_rows(answers: Mapping[str, Cell], plans: Sequence[Cell], size: int) -> 
     given = {name: cell["answers"] for name, cell in answers.items()}
     means = summarise(given) if given else {}
     found = [{"plan": None, "repair": "dense", "tasks": means["dense"]}] if "dense" in means else []
-    for plan in (p for p in plans if p["criterion"] == "streamline"):
-        prefix = cell_name(plan, size, "")
+    removed = {cell_name(plan, size, ""): plan["removed"] for plan in sorted(plans, key=number_removed)}
+    for prefix, spans_removed in removed.items():
         reference = given.get(prefix + "ghost")
         for name in (n for n in given if n.startswith(prefix) and reference is not None):
-            row = {"plan": plan["removed"], "repair": name.removeprefix(prefix), "tasks": means[name]}
+            row = {"plan": spans_removed, "repair": name.removeprefix(prefix), "tasks": means[name]}
             row["minus_ghost"] = compare(given[name], reference, RESAMPLES, 0)
             found.append(row)
     return found
+
+
+def number_removed(plan: Cell) -> int:
+    return sum(stop - start for start, stop in plan["removed"])
 
 
 def markdown(result: Cell, size: int, operators: Sequence[str]) -> str:

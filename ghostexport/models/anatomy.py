@@ -83,7 +83,8 @@ def find_mid(model: Any, index: int) -> nn.Module:
     """The module that reads the stream between attention and MLP: block output minus MLP output (its second norm).
 
     Raises:
-        ModelLayoutError: there is none, as in blocks whose attention and MLP are parallel, or post-norm blocks.
+        ModelLayoutError: there is none, as in blocks whose attention and MLP are parallel, or post-norm blocks; or it
+            reads all tokens in one row (OPT).
     """
     block = find_blocks(model)[index]
     projections = find_projections(model, index)
@@ -95,7 +96,8 @@ def find_mid(model: Any, index: int) -> nn.Module:
         if same and not agree(value.float(), entered.float(), left.dtype):
             return module
     raise ModelLayoutError(
-        f"Block {index} of {type(model).__name__} has no stream between attention and MLP.",
+        f"Block {index} of {type(model).__name__} has no module that reads the stream between attention and MLP as "
+        "[batch, tokens, hidden]: they run in parallel, or the block flattens its tokens.",
         "Use an operator that acts at the boundary, such as ghost.",
     )
 

@@ -232,8 +232,15 @@ def test_a_copy_of_a_patched_model_uses_its_own_operators():
 
 @pytest.mark.parametrize("name", ["phi", "gpt-neox", "gemma3"])
 def test_parallel_and_post_norm_blocks_have_no_mid(name):
-    with pytest.raises(ModelLayoutError, match="no stream between"):
+    with pytest.raises(ModelLayoutError, match="no module that reads the stream between"):
         models.find_mid(tiny(name), 1)
+
+
+def test_a_block_that_flattens_its_tokens_has_no_mid_and_says_so():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    config = transformers.OPTConfig(num_hidden_layers=2, num_attention_heads=2, **sizes)
+    with pytest.raises(ModelLayoutError, match="or the block flattens its tokens"):
+        models.find_mid(transformers.AutoModelForCausalLM.from_config(config).eval(), 1)
 
 
 def test_an_encoder_and_an_encoder_decoder_are_refused(tmp_path):
