@@ -121,7 +121,8 @@ def recover(
     That pass is left out where ``statistics`` holds what it would gather (:func:`shareable`). One pass over the
     held-out set measures the operators. Figures of the fit (``Operator.fit``): ``nmse_calibration`` and
     ``nmse_held_out`` (:meth:`BoundaryMoments.nmse`), ``relative_error_calibration`` (on a fixed sample of tokens) and
-    ``relative_error_held_out`` (mean over tokens of ``||error|| / ||x_post||``), ``antisymmetric_share``
+    ``relative_error_held_out`` (mean over tokens of ``||error|| / ||x_post||``), ``relative_change_held_out`` (the same
+    of the bare cut), ``largest_x``, ``largest_change``, ``largest_y`` (held out, for float16), ``antisymmetric_share``
     ``||(M - M')/2|| / ||M||``, ``tokens``, and what the family itself reports (``condition``, ``ridge``).
 
     Returns:
@@ -174,11 +175,14 @@ LOST = 0.9
 def say_lost_tokens(name: str, operators: Sequence[Operator], execution: Execution) -> None:
     """Tells where an operator, good on most tokens, gets the few massive ones wrong that make up the squared change."""
     for operator in operators:
-        nmse, relative = (operator.fit.get(f"{figure}_held_out", 0.0) for figure in ("nmse", "relative_error"))
-        if operator.kind != "none" and nmse > LOST and relative < nmse / 2:
+        nmse, relative, change = (
+            operator.fit.get(f"{figure}_held_out", 0.0) for figure in ("nmse", "relative_error", "relative_change")
+        )
+        if operator.kind != "none" and nmse > LOST and relative < change / 2:
             execution.say(
                 f"{name}: behind the removed run {operator.boundary.span} this repair gets a few massive tokens wrong "
-                f"(NMSE {nmse:.2f}, mean relative error {relative:.2f}). Look at its perplexity: ghostexport eval RUN"
+                f"(NMSE {nmse:.2f}; mean relative error {relative:.2f}, without repair {change:.2f}). "
+                "Look at its perplexity: ghostexport eval RUN"
             )
 
 

@@ -160,25 +160,31 @@ class BoundaryErrors:
     """Sums over held-out tokens for one operator at one boundary."""
 
     def __init__(self) -> None:
-        self.residual = self.delta = self.relative = 0.0
+        self.residual = self.delta = self.relative = self.relative_change = 0.0
         self.largest_x = self.largest_change = self.largest_y = 0.0
         self.tokens = 0
 
     def add(self, operator: Operator, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None) -> None:
-        y = apply(operator, x.double(), last)
-        error = post.double() - y
+        self.add_values(x, apply(operator, x.double(), last), post, x)
+
+    def add_values(self, x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, start: torch.Tensor) -> None:
+        """Adds tokens ``[n, C]``: before and after the operator, and the dense model's after and before the run."""
+        x, y, post, start = x.double(), y.double(), post.double(), start.double()
+        error, delta, magnitude = post - y, post - start, post.norm(dim=1)
         self.largest_x = max(self.largest_x, float(x.abs().max()))
-        self.largest_change = max(self.largest_change, float((y - x.double()).abs().max()))
+        self.largest_change = max(self.largest_change, float((y - x).abs().max()))
         self.largest_y = max(self.largest_y, float(y.abs().max()))
         self.residual += float(error.square().sum())
-        self.delta += float((post.double() - x.double()).square().sum())
-        self.relative += float((error.norm(dim=1) / post.double().norm(dim=1)).sum())
+        self.delta += float(delta.square().sum())
+        self.relative += float((error.norm(dim=1) / magnitude).sum())
+        self.relative_change += float((delta.norm(dim=1) / magnitude).sum())
         self.tokens += len(x)
 
     def figures(self) -> dict[str, float]:
         return {
             "nmse_held_out": self.residual / self.delta if self.delta else 0.0,
             "relative_error_held_out": self.relative / self.tokens,
+            "relative_change_held_out": self.relative_change / self.tokens,
             "largest_x": self.largest_x,
             "largest_change": self.largest_change,
             "largest_y": self.largest_y,

@@ -215,7 +215,7 @@ class _Walk:
                 f"{operator.kind} is folded into the weights that a refit replaces.", f"Use {operator.kind} alone."
             )
         for batch, before, last in batches():
-            self.put(self.streams.repaired, batch, apply(operator, before, last))
+            self.put(self.streams.repaired, batch, apply(operator, before.float(), last))  # x M may exceed float16
         return operator
 
     def teach(self, student: SingleBlock, step: _Step, folds: list[WeightFold], judged: list[dict[str, Any]]) -> None:

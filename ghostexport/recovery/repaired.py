@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ghostexport.models import LoadedModel, patch, read_residuals
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
 from ghostexport.operators import OperatorSet
 from ghostexport.recipe import Execution
+from ghostexport.recovery.passes import BoundaryErrors
 
 
 def measure_refit(
@@ -21,16 +22,17 @@ def measure_refit(
     """Runs both models over the held-out set.
 
     Returns:
-        Per boundary: ``nmse_held_out`` and ``relative_error_held_out`` behind the operator, and
+        Per boundary the figures of :class:`BoundaryErrors`, the change being the dense model's, and
         ``relative_error_final_held_out`` of the last residual value, ``mean_t ||x^_L - x_L|| / ||x_L||``.
     """
     plan = operators.plan
     repaired = patch(loaded, plan, operators).model
-    stops = {b.span.stop: b.position for b in plan.boundaries}
+    stops = [b.span.stop for b in plan.boundaries]
     starts = [b.span.start for b in plan.boundaries]
+    positions = [b.position for b in plan.boundaries]
     end, kept = plan.num_blocks, len(plan.kept)
-    sums = [[0.0, 0.0, 0.0, 0.0] for _ in plan.boundaries]
-    tokens = 0
+    errors = [BoundaryErrors() for _ in plan.boundaries]
+    final = 0.0
     for batch in held_out.batches(loaded.device):
         dense: dict[int, torch.Tensor] = {}
 
@@ -38,54 +40,50 @@ def measure_refit(
             dense[point] = x[mask].double()
 
         read_residuals(loaded.model, [*starts, *stops, end], visit, batch.input_ids, batch.attention_mask)
-        got = _after_operators(repaired, {*stops.values(), kept}, batch.input_ids, batch.attention_mask)
-        final = _relative(got[kept][batch.mask].double(), dense[end])
-        for boundary, total in zip(plan.boundaries, sums, strict=True):
-            x, post = got[boundary.position][batch.mask].double(), dense[boundary.span.stop]
-            total[0] += float((x - post).square().sum())
-            total[1] += float((post - dense[boundary.span.start]).square().sum())
-            total[2] += _relative(x, post)
-            total[3] += final
-        tokens += int(batch.mask.sum())
+        before, after = _around_operators(repaired, {*positions, kept}, batch.input_ids, batch.attention_mask)
+        for boundary, sums in zip(plan.boundaries, errors, strict=True):
+            x, y = (values[boundary.position][batch.mask] for values in (before, after))
+            sums.add_values(x, y, dense[boundary.span.stop], dense[boundary.span.start])
+        wanted = dense[end]
+        final += float(((after[kept][batch.mask].double() - wanted).norm(dim=1) / wanted.norm(dim=1)).sum())
         execution.progress("refit: held-out", batch.sequences.stop, len(held_out))
-    return [_figures(total, tokens) for total in sums]
+    return [e.figures() | {"relative_error_final_held_out": final / e.tokens} for e in errors]
 
 
-def _figures(total: Sequence[float], tokens: int) -> dict[str, float]:
-    residual, delta, relative, final = total
-    return {
-        "nmse_held_out": residual / delta if delta else 0.0,
-        "relative_error_held_out": relative / tokens,
-        "relative_error_final_held_out": final / tokens,
-    }
-
-
-def _relative(x: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float(((x - wanted).norm(dim=1) / wanted.norm(dim=1)).sum())
-
-
-def _after_operators(
+def _around_operators(
     model: Any, points: Iterable[int], input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-) -> dict[int, torch.Tensor]:
-    """Residual values ``(B, T, C)`` at positions of a patched model, behind the operators inserted there."""
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Residual values ``(B, T, C)`` at positions of a patched model, before and behind the operators there."""
     blocks = find_blocks(model)
-    values: dict[int, torch.Tensor] = {}
+    before: dict[int, torch.Tensor] = {}
+    after: dict[int, torch.Tensor] = {}
 
-    def before(index: int) -> Any:
+    def entering(values: dict[int, torch.Tensor], index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             values[index] = hidden_states(args, kwargs)
 
         return hook
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        values[len(blocks)] = output_states(output)
+    def leaving(values: dict[int, torch.Tensor], index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            values[index] = output_states(output)
 
-    handles = [blocks[i].register_forward_pre_hook(before(i), with_kwargs=True) for i in points if i < len(blocks)]
-    handles.append(blocks[-1].register_forward_hook(after))
+        return hook
+
+    handles = []
+    for i in points:  # an operator is a hook too: prepended ones come before it, others after it
+        if i:
+            handles.append(blocks[i - 1].register_forward_hook(leaving(before, i), prepend=True))
+        else:
+            handles.append(blocks[0].register_forward_pre_hook(entering(before, 0), with_kwargs=True, prepend=True))
+        if i < len(blocks):
+            handles.append(blocks[i].register_forward_pre_hook(entering(after, i), with_kwargs=True))
+        else:
+            handles.append(blocks[-1].register_forward_hook(leaving(after, i)))
     try:
         with torch.no_grad():
             model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return values
+    return before, after

@@ -191,6 +191,27 @@ def test_refitting_brings_held_out_text_nearer(name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("spans", [[[0, 2]], [[2, 4]], [[4, 6]]])
+def test_figures_of_the_first_cut_are_those_of_the_operator_alone(spans):
+    """The stream before the first cut is the dense model's; the bounds for float16 are among the figures."""
+    loaded = models.from_memory(tiny("llama"))
+    alone, refitted = (
+        recover(loaded, spans, kind)[1].operators[0].fit for kind in ("ghost-weighted", "ghost-weighted+refit")
+    )
+    for key in ("nmse", "relative_error", "relative_change"):
+        assert refitted[f"{key}_held_out"] == pytest.approx(alone[f"{key}_held_out"], rel=1e-3)
+    for key in ("largest_x", "largest_change", "largest_y"):
+        assert refitted[key] == pytest.approx(alone[key], rel=1e-3) and alone[key] > 0
+
+
+@pytest.mark.parametrize("kind", ["ghost-split", "ghost-zero"])
+def test_figures_of_what_reaches_inside_the_last_block(kind):
+    loaded = models.from_memory(tiny("llama"))
+    alone, refitted = (recover(loaded, [[2, 4]], name)[1].operators[0].fit for name in (kind, f"{kind}+refit"))
+    for key in ("nmse_held_out", "relative_error_held_out", "relative_change_held_out", "largest_y"):
+        assert refitted[key] == pytest.approx(alone[key], rel=1e-3)
+
+
 def test_upstream_blocks_are_refitted_too():
     loaded = models.from_memory(tiny("llama"))
     operators = recover(loaded, [[3, 5]], "ghost-zero+refit", refit_upstream=2)[1]

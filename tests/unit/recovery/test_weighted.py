@@ -34,10 +34,10 @@ def test_massive_tokens_rule_the_plain_fit_only():
 
 
 def test_a_repair_that_misses_the_massive_tokens_says_so():
-    """All of the change's energy missed at a small error per token: the massive tokens are gone."""
+    """All of the change's energy missed, but most tokens' change made: the massive tokens are gone."""
     boundary, said = PrunePlan.from_spans(6, [(2, 4)]).boundaries[0], []
-    for nmse, relative in ((0.99, 0.33), (0.44, 0.33), (0.99, 0.8)):
-        fit = {"nmse_held_out": nmse, "relative_error_held_out": relative}
+    for nmse, relative, change in ((0.99, 0.33, 0.9), (0.44, 0.33, 0.9), (0.99, 0.8, 0.9), (0.99, 0.33, 0.34)):
+        fit = {"nmse_held_out": nmse, "relative_error_held_out": relative, "relative_change_held_out": change}
         operator = Operator(boundary, "ghost-zero", fit=fit)
         say_lost_tokens("ghost-zero", [operator], Execution(say=said.append))
     assert len(said) == 1 and "[2, 4)" in said[0] and "NMSE 0.99" in said[0]
