@@ -92,7 +92,7 @@ def variant_rows(folder: RunFolder, recipe: Recipe) -> list[dict[str, str]]:
 
 def _variant_facts(folder: RunFolder, variant: str) -> dict[str, str]:
     facts: dict[str, str] = {}
-    quality = _read(folder.path / "eval.json").get("variants", {}).get(variant, {})
+    quality = _quality(folder, variant)
     size = _read(folder.path / "eval.json").get("sizes", {}).get(variant, {})
     for column, key, form in (("blocks", "blocks", "{}"), ("parameters", "parameters", "{:,}")):
         if key in size:
@@ -104,7 +104,8 @@ def _variant_facts(folder: RunFolder, variant: str) -> dict[str, str]:
         from ghostexport.operators import load_operators
 
         fits = [operator.fit for operator in load_operators(operators).operators]
-        facts["NMSE held-out"] = ", ".join(f"{fit['nmse_held_out']:.3f}" for fit in fits if "nmse_held_out" in fit)
+        for column, key in (("NMSE held-out", "nmse_held_out"), ("relative error held-out", "relative_error_held_out")):
+            facts[column] = ", ".join(f"{fit[key]:.3f}" for fit in fits if key in fit)
     for column, key, form in (
         ("perplexity", "perplexity", "{:.2f}"),
         ("KL to dense", "kl", "{:.3f}"),
@@ -119,6 +120,15 @@ def _variant_facts(folder: RunFolder, variant: str) -> dict[str, str]:
         if sidecar:
             facts[f"{runtime.name} engine"] = f"{sidecar['plan_bytes'] / 1e6:.0f} MB"
     return facts
+
+
+def _quality(folder: RunFolder, variant: str) -> dict[str, Any]:
+    """Figures of the engines where they are benchmarked, else of the models (eval); none that an earlier run left."""
+    for stage, name in (("bench", "eval.json"), ("eval", "evaluation.json")):
+        figures: dict[str, Any] = _read(folder.path / name).get("variants", {}).get(variant, {})
+        if figures and not folder.is_outdated(stage):
+            return figures
+    return {}
 
 
 def _table(rows: list[dict[str, str]]) -> Table:

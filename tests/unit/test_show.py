@@ -1,0 +1,46 @@
+"""The table of a run, from files alone."""
+
+import numpy as np
+
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import parse_recipe
+from ghostexport.runfolder import RunFolder, write_bytes, write_json
+from ghostexport.show import variant_rows
+
+RECIPE = parse_recipe({"model": {"source": "x"}, "recover": {"operators": ["ghost"]}})
+PLAN = PrunePlan.from_spans(6, [(2, 4)])
+
+
+def row(folder):
+    return next(row for row in variant_rows(folder, RECIPE) if row["variant"] == "ghost")
+
+
+def write_figures(folder, name, perplexity):
+    write_json(folder.path / name, {"variants": {"ghost": {"perplexity": perplexity, "kl": 0.25, "top1": 0.5}}})
+
+
+def test_both_errors_of_an_operator(tmp_path):
+    folder = RunFolder(tmp_path)
+    fit = {"nmse_held_out": 0.133, "relative_error_held_out": 3.1}
+    operator = Operator(PLAN.boundaries[0], "ghost", delta=np.eye(4, dtype=np.float32), fit=fit)
+    write_bytes(folder.operators_path("ghost"), OperatorSet("ghost", (operator,), PLAN).to_bytes())
+    assert row(folder)["NMSE held-out"] == "0.133" and row(folder)["relative error held-out"] == "3.100"
+
+
+def test_perplexity_of_the_engines_or_else_of_the_models(tmp_path):
+    folder = RunFolder(tmp_path)
+    write_figures(folder, "evaluation.json", 34.5)
+    assert row(folder)["perplexity"] == "34.50" and row(folder)["KL to dense"] == "0.250"
+    write_figures(folder, "eval.json", 34.625)
+    assert row(folder)["perplexity"] == "34.62"
+
+
+def test_figures_of_an_earlier_plan_are_not_shown(tmp_path):
+    folder = RunFolder(tmp_path)
+    write_json(folder.plan_path, PLAN.to_json())
+    write_figures(folder, "evaluation.json", 34.5)
+    folder.record("eval", "sections", [folder.plan_path], [tmp_path / "evaluation.json"], {}, 1.0)
+    assert row(folder)["perplexity"] == "34.50"
+    write_json(folder.plan_path, PrunePlan.from_spans(6, [(1, 4)]).to_json())
+    assert not variant_rows(folder, RECIPE)
