@@ -36,7 +36,7 @@ def fit_split(statistics: BoundaryStatistics, section: RecoverSection) -> Operat
     M, D = choice.change[:C], choice.change[C:]
     system = moments.gram + choice.ridge * torch.eye(len(moments.gram)).to(moments.gram)
     metric = system[:C, :C]
-    if section.rank is not None:
+    if section.rank is not None and choice.error < 1:  # else the judges refused: nothing changes
         # The objective minimised over V is ||S^(1/2) (M - M*)||^2 with the Schur complement S.
         factor = torch.linalg.cholesky(system[C:, C:])
         metric = metric - system[:C, C:] @ torch.cholesky_solve(system[C:, :C], factor)

@@ -82,6 +82,21 @@ def test_rank_solves_the_down_projection_again():
     assert float(gradient[C:].abs().max()) < 1e-3 * float(folds.cross[C:].abs().max())
 
 
+@pytest.mark.parametrize("rank", [None, 3])
+def test_what_the_judges_refuse_changes_nothing(rank):
+    """The judging sequences obey the opposite of what the others do."""
+    data = Planted()
+    change = data.mid @ (data.W - torch.eye(C).double()) + data.inner @ (data.V - data.V0)
+    change[3::4] *= -1
+    statistics = BoundaryStatistics(data.boundary, C, 480, (), 1, torch.device("cpu"), ("last-block",))
+    statistics.add(range(8), data.mask, data.pre, data.pre + change, LastBlock(data.mid, data.inner, data.V0))
+    operator = fit_split(statistics, RecoverSection(rank=rank))
+    assert operator.fit["judged"] >= 1
+    W, V = parts(operator)
+    torch.testing.assert_close(W, torch.eye(C).double())
+    torch.testing.assert_close(V, data.V0, rtol=1e-6, atol=1e-6)
+
+
 def test_figures_measure_the_inside():
     data = Planted()
     operator = fit_split(data.statistics, RecoverSection())
