@@ -20,7 +20,7 @@ from ghostexport.recovery.cross_validation import FOLDS
 from ghostexport.recovery.distilled import distil
 from ghostexport.recovery.ffn import train_network
 from ghostexport.recovery.ghost import fit_ghost
-from ghostexport.recovery.last_block import LastBlock
+from ghostexport.recovery.last_block import LastBlock, last_kept
 from ghostexport.recovery.linearpatch import fit_diag, fit_rotate
 from ghostexport.recovery.none import fit_none
 from ghostexport.recovery.passes import (
@@ -146,8 +146,11 @@ def recover(
             check(loaded, plan)
     for name in section.operators:
         if name.endswith(REFIT):
-            inside = _request([OPERATORS[base_operator(name)]], section).inside
-            require_refittable(loaded, plan, calibration, inside)
+            require_refittable(loaded, plan, calibration, name)
+        if _request([OPERATORS[base_operator(name)]], section).inside:
+            for boundary in plan.boundaries:
+                last_kept(loaded, boundary.span.start - 1, name)
+    say_unused(section, execution)
     families = {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
     fitted = _fit(loaded, plan, calibration, held_out, families, section, execution, statistics)
     for name, family in families.items():
@@ -168,6 +171,23 @@ def _require_known(section: RecoverSection) -> None:
             raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
 
 
+def say_unused(section: RecoverSection, execution: Execution) -> None:
+    """Tells which keys of the section none of its operators reads."""
+    refitted = [name.endswith(REFIT) for name in section.operators]
+    kinds = {base_operator(name) for name in section.operators}
+    for key, used in (
+        ("refit_upstream", any(refitted)),
+        ("per_block", not all(refitted)),
+        ("rank", bool(kinds & RANKED)),
+    ):
+        if getattr(section, key) and not used:
+            names = ", ".join(section.operators)
+            execution.say(f"recover: {key} ({getattr(section, key)}) has no effect on {names}")
+
+
+#: Kinds whose matrix can be of a lower rank.
+RANKED = frozenset({"ghost", "ghost-weighted", "ghost-affine", "ghost-split"})
+
 #: From this NMSE on an operator misses the tokens that make up the change, whatever its error on the others.
 LOST = 0.9
 
@@ -178,7 +198,8 @@ def say_lost_tokens(name: str, operators: Sequence[Operator], execution: Executi
         nmse, relative, change = (
             operator.fit.get(f"{figure}_held_out", 0.0) for figure in ("nmse", "relative_error", "relative_change")
         )
-        if operator.kind != "none" and nmse > LOST and relative < change / 2:
+        alike = (relative / change) ** 2 if change else 1.0  # about the NMSE if all tokens were alike
+        if operator.kind != "none" and nmse > LOST and alike < nmse / 2:
             execution.say(
                 f"{name}: behind the removed run {operator.boundary.span} this repair gets a few massive tokens wrong "
                 f"(NMSE {nmse:.2f}; mean relative error {relative:.2f}, without repair {change:.2f}). "

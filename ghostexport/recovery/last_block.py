@@ -20,6 +20,7 @@ from ghostexport.errors import ModelLayoutError, RecoveryError
 from ghostexport.models import LoadedModel, Projections, find_mid, find_projections
 
 _REMEDY = "Use an operator that acts at the boundary, such as ghost-weighted."
+_REMEDY_ADDITIVE = "Use an operator that acts at the boundary, without +refit, such as ghost-weighted."
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +64,12 @@ def additive_projections(loaded: LoadedModel, block: int, what: str) -> Projecti
     try:
         projections = find_projections(loaded.model, block)
     except ModelLayoutError as error:
-        raise RecoveryError(f"{what} does not apply to this model: {error.message}", _REMEDY) from error
+        raise RecoveryError(f"{what} does not apply to this model: {error.message}", _REMEDY_ADDITIVE) from error
     if not projections.additive:
         raise RecoveryError(
             f"{what} does not apply to {type(loaded.model).__name__}: a norm stands between its projections and the "
             "residual addition, so the fit is not linear in their weights.",
-            _REMEDY,
+            _REMEDY_ADDITIVE,
         )
     return projections
 

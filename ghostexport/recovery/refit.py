@@ -40,7 +40,7 @@ from ghostexport.operators import FoldRole, Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import Execution
 from ghostexport.recovery.judging import JUDGES, choose_change, judges, surely_less
-from ghostexport.recovery.last_block import LastBlock, additive_projections, last_kept, right_multiply
+from ghostexport.recovery.last_block import LastBlock, additive_projections, right_multiply
 from ghostexport.recovery.passes import BoundaryStatistics, apply
 from ghostexport.recovery.predictions import Predictions
 from ghostexport.recovery.streams import Call, Inside, SingleBlock, Streams, block_calls, fill, open_streams
@@ -84,17 +84,21 @@ def refit(
             f"refit: {len(calibration) // JUDGES} of {len(calibration)} sequences judge, too few to tell a gain from "
             f"chance. Use {FEW * JUDGES} --sequences or more, or compare with the same operator without +refit."
         )
+    if not todo:
+        execution.say("refit: no block is kept behind the cut (refit_upstream takes some before it)")
     with open_streams(loaded, calibration) as streams:
-        walk = _Walk(loaded, calibration, streams, execution)
-        return walk.through(plan, todo, fit, inside)
+        operators = _Walk(loaded, calibration, streams, execution).through(plan, todo, fit, inside)
+    looked_at = [entry for operator in operators for entry in operator.fit["refit"]]
+    changed = sum(entry["ridge"] is not None for entry in looked_at)
+    execution.say(f"refit: {changed} of {len(looked_at)} weights changed, the rest would not gain on judging sequences")
+    return operators
 
 
-def require_refittable(loaded: LoadedModel, plan: PrunePlan, calibration: CalibrationSet, inside: bool) -> None:
-    """Refuses early what a refit cannot do.
+def require_refittable(loaded: LoadedModel, plan: PrunePlan, calibration: CalibrationSet, name: str) -> None:
+    """Refuses early what the refit of an operator cannot do.
 
     Raises:
-        RecoveryError: too few sequences, a block that is no plain sum (the first one behind a cut is looked at), or no
-            kept block to look inside of.
+        RecoveryError: too few sequences, or a block that is no plain sum (the first one behind a cut is looked at).
         ModelLayoutError: parts of the model are on disk.
     """
     if len(calibration) < JUDGES:
@@ -104,9 +108,7 @@ def require_refittable(loaded: LoadedModel, plan: PrunePlan, calibration: Calibr
     loaded.require_whole("a refit runs copies of its blocks", "Leave +refit out, or use a device that holds the model.")
     for boundary in plan.boundaries:
         if boundary.span.stop < plan.num_blocks:
-            additive_projections(loaded, boundary.span.stop, "+refit")
-        if inside:
-            last_kept(loaded, boundary.span.start - 1, "This operator")
+            additive_projections(loaded, boundary.span.stop, name)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 import tempfile
 
 import numpy as np
@@ -240,18 +241,19 @@ def test_steps():
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2"])
 @pytest.mark.parametrize("kind", ["ghost-split", "ghost-zero", "ghost-weighted+refit"])
 def test_post_norm_models_are_refused(name, kind):
-    with pytest.raises(RecoveryError, match="a norm stands between"):
+    with pytest.raises(RecoveryError, match="a norm stands between") as refusal:
         recover(models.from_memory(tiny(name)), [[2, 4]], kind)
+    assert refusal.value.message.startswith(f"{kind} does not apply to") and "without +refit" in refusal.value.remedy
 
 
 def test_what_does_not_apply_says_so():
     neox = models.from_memory(tiny("gpt-neox"))
     for kind in ("ghost-split", "ghost-zero+refit"):
-        with pytest.raises(RecoveryError, match="attention and MLP"):
+        with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} does not apply.*attention and MLP"):
             recover(neox, [[2, 4]], kind)
     llama = models.from_memory(tiny("llama"))
     for kind in ("ghost-split", "ghost-split+refit"):
-        with pytest.raises(RecoveryError, match="block 0 is removed"):
+        with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} needs a kept block.*block 0 is removed"):
             recover(llama, [[0, 2]], kind)
     with pytest.raises(RecoveryError, match="folded into the weights that a refit replaces"):
         recover(llama, [[2, 4]], "prune-and-comp+refit")
@@ -269,6 +271,25 @@ def test_refusals_come_before_anything_is_measured(monkeypatch):
             loaded = models.from_memory(tiny(name))
             section = RecoverSection(operators=("ghost", kind))
             recovery.recover(loaded, PrunePlan.from_spans(6, [[2, 4]]), CALIBRATION, HELD_OUT, section)
+
+
+def test_what_was_changed_and_what_has_no_effect_is_said():
+    loaded = models.from_memory(tiny("llama"))
+
+    def lines(spans, *names, **section):
+        said = []
+        section = RecoverSection(operators=names, **section)
+        plan = PrunePlan.from_spans(6, spans)
+        sets = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section, Execution(say=said.append))
+        return sets, "\n".join(said)
+
+    sets, said = lines([[2, 4]], "none+refit", per_block=True, rank=4)
+    assert f"refit: {len(sets['none+refit'].operators[0].folds)} of 4 weights changed" in said
+    assert "per_block (True) has no effect on none+refit" in said and "rank (4) has no effect on none+refit" in said
+    said = lines([[4, 6]], "ghost+refit")[1]
+    assert "no block is kept behind the cut (refit_upstream" in said and "0 of 0 weights" in said
+    said = lines([[2, 4]], "ghost", "ghost-zero", refit_upstream=2, rank=4)[1]
+    assert "refit_upstream (2) has no effect on ghost, ghost-zero" in said and "rank" not in said
 
 
 def test_few_judges_are_announced():
