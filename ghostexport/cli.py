@@ -51,6 +51,8 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
         given: dict[str, dict[str, Any]] = {}
         for flag, entry in flags.items():
             given.setdefault(entry.section, {})[entry.key] = entry.read(values[flag])
+        if values.get("quality") is not None and values.get("operator"):
+            raise RecipeError("--quality and --operator both name the operators to fit.", "Give one of them.")
         if values.get("plan") is not None:
             given["select"]["spans"] = _spans(values["plan"])
         if values.get("compat") is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     from ghostexport.selection.shared_pass import select_and_gather
 
     folder.statistics_path.unlink(missing_ok=True)
+    shutil.rmtree(folder.path / "checkpoint", ignore_errors=True)  # of another plan, or of another model
     loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
     drawn, _ = calibration.load(folder.calibration_path)
     plan, statistics = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -62,6 +62,7 @@ QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": ("ghost-sp
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    resolved: ClassVar[tuple[str, ...]] = ()  #: keys that are read and resolved into others
 
 
 class ModelSection(_Section):
@@ -114,9 +115,10 @@ class RecoverSection(_Section):
         refit_upstream: kept blocks before each cut that ``+refit`` also refits.
 
     Two more keys are read and resolved into ``operators``: ``quality`` (:data:`QUALITIES`) replaces the list, and
-    ``refit_downstream: true`` puts ``+refit`` behind every name.
+    ``refit_downstream`` puts ``+refit`` behind every name (true) or takes it away (false).
     """
 
+    resolved: ClassVar[tuple[str, ...]] = ("quality", "refit_downstream")
     operators: tuple[str, ...] = ("ghost", "linearpatch-rotate")
     ridge: Annotated[float, Field(ge=0)] | Literal["cv"] = 1e-6
     rank: Annotated[int, Field(ge=1)] | None = None
@@ -133,13 +135,16 @@ class RecoverSection(_Section):
         if not isinstance(data, dict):
             return data
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        quality, everywhere = given.pop("quality", None), given.pop("refit_downstream", False)
+        quality, everywhere = given.pop("quality", None), given.pop("refit_downstream", None)
         if quality is not None:
             require_name(str(quality), QUALITIES, "quality")
             given["operators"] = QUALITIES[str(quality)]
-        if everywhere is True:
+        if everywhere is not None:
             names = given.get("operators", cls.model_fields["operators"].default)
-            given["operators"] = tuple(base_operator(name) + REFIT for name in names)
+            if not isinstance(everywhere, bool):
+                raise RecipeError(f"recover.refit_downstream: {everywhere!r} is not true or false.")
+            if isinstance(names, tuple) and all(isinstance(name, str) for name in names):  # else refused as a field
+                given["operators"] = tuple(base_operator(name) + REFIT * everywhere for name in names)
         return given
 
 
@@ -364,17 +369,14 @@ def _explain(origin: str, data: Any, error: Any) -> str:
     parent: Any = Recipe
     for part in error["loc"][:-1]:
         parent = parent.model_fields[part].annotation
-    near = difflib.get_close_matches(str(error["loc"][-1]), parent.model_fields, n=1, cutoff=0.4)
+    valid = (*parent.model_fields, *parent.resolved)
+    near = difflib.get_close_matches(str(error["loc"][-1]), valid, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{origin}: unknown key {path!r}.{hint} Valid: {', '.join(parent.model_fields)}."
+    return f"{origin}: unknown key {path!r}.{hint} Valid: {', '.join(valid)}."
 
 
 #: ``progress(task, done, total)``; total None when unknown. The library never draws; the CLI's callback does.
 Progress = Callable[[str, int, "int | None"], None]
-
-
-def no_progress(task: str, done: int, total: int | None) -> None:
-    """The default progress callback: nothing."""
 
 
 @dataclass(frozen=True)
@@ -393,6 +395,6 @@ class Execution:
     device: str = "auto"
     memory: Mapping[int | str, int] | None = None
     timing_cache: Path | None = None
-    progress: Progress = field(default=no_progress)
+    progress: Progress = field(default=lambda task, done, total: None)
     say: Callable[[str], None] = field(default=lambda line: None)
     table: Callable[[Sequence[str], Sequence[tuple[str, list[str]]]], None] = field(default=lambda columns, rows: None)

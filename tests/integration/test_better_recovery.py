@@ -24,7 +24,14 @@ def test_words_resolve_to_operators():
     assert QUALITIES["paper"] == ("ghost",)
     recipe = parse_recipe(MODEL | {"recover": {"operators": ["ghost", "ghost-zero+refit"], "refit_downstream": True}})
     assert recipe.recover.operators == ("ghost+refit", "ghost-zero+refit")
+    recipe = parse_recipe(MODEL | {"recover": {"operators": ["ghost", "ghost-zero+refit"], "refit_downstream": False}})
+    assert recipe.recover.operators == ("ghost", "ghost-zero")
     assert parse_recipe(MODEL | {"recover": {"ridge": "cv", "rank": 8}}).recover.ridge == "cv"
+    for wrong in ({"refit_downstream": "yes"}, {"operators": [1], "refit_downstream": True}, {"operators": "ghost"}):
+        with pytest.raises(RecipeError, match="recover"):
+            parse_recipe(MODEL | {"recover": wrong})
+    with pytest.raises(RecipeError, match="Did you mean 'refit_downstream'"):
+        parse_recipe(MODEL | {"recover": {"refit_downsteam": True}})
     with pytest.raises(RecipeError, match="Did you mean 'best'"):
         parse_recipe(MODEL | {"recover": {"quality": "bst"}})
     with pytest.raises(RecipeError, match="ghost-zero"):
@@ -50,3 +57,10 @@ def test_a_zero_node_variant_is_an_ordinary_checkpoint(cli, tmp_path, tiny_model
         torch.testing.assert_close(stock(ids).logits, patched(ids).logits, rtol=1e-5, atol=1e-5)
     manifest = json.loads((run / "manifest.json").read_text())
     assert any("checkpoint/" in path for path in manifest["stages"]["recover"]["outputs"])
+    code, _, err = cli("recover", run, "--plan", "[[1, 2]]", "--operator", "ghost")
+    assert code == 0 and not folder.exists(), err  # it was of the other plan
+
+
+def test_two_ways_to_name_the_operators_are_one_too_many(cli, tmp_path, tiny_model):
+    code, _, err = cli("recover", tiny_model, "-o", tmp_path / "run", "--quality", "best", "--operator", "ghost")
+    assert code == 2 and "--quality and --operator" in err and not (tmp_path / "run").exists()
