@@ -79,12 +79,13 @@ def _projections(model: Any, index: int, block: nn.Module, calls: Sequence[Call]
     return Projections(inside[-1][0], outside[-1][0], agree(added, left.float(), left.dtype))
 
 
-def find_mid(model: Any, index: int) -> nn.Module:
+def find_mid(model: Any, index: int, flattened: bool = False) -> nn.Module:
     """The module that reads the stream between attention and MLP: block output minus MLP output (its second norm).
 
+    ``flattened`` also finds one that reads ``(B T, C)`` (OPT).
+
     Raises:
-        ModelLayoutError: there is none, as in blocks whose attention and MLP are parallel, or post-norm blocks; or it
-            reads all tokens in one row (OPT).
+        ModelLayoutError: there is none, as in blocks whose attention and MLP are parallel, or post-norm blocks.
     """
     block = find_blocks(model)[index]
     projections = find_projections(model, index)
@@ -92,6 +93,8 @@ def find_mid(model: Any, index: int) -> nn.Module:
     added = next(output for module, _, output in reversed(calls) if module is projections.mlp_output)
     mid = (left - added.view_as(left)).float()
     for module, value, _ in calls:
+        if flattened and value.numel() == mid.numel():
+            value = value.view_as(mid)
         same = value.shape == mid.shape and agree(value.float(), mid, left.dtype)
         if same and not agree(value.float(), entered.float(), left.dtype):
             return module

@@ -98,7 +98,7 @@ class SingleBlock:
     def __init__(self, loaded: LoadedModel, index: int, what: str) -> None:
         projections = additive_projections(loaded, index, what)
         try:
-            mid: nn.Module | None = find_mid(loaded.model, index)
+            mid: nn.Module | None = find_mid(loaded.model, index, flattened=True)
         except ModelLayoutError:  # attention and MLP are parallel: both are added to the same stream
             mid = None
         original = loaded.blocks[index]
@@ -135,9 +135,8 @@ class SingleBlock:
         finally:
             for handle in handles:
                 handle.remove()
-        inner = seen.get("inner")
-        inner = None if inner is None else inner.view(*x.shape[:-1], -1)
-        return Inside(seen["context"].view(*x.shape[:-1], -1), seen.get("mid"), inner, seen.get("output"))
+        shaped = {name: value.view(*x.shape[:-1], -1) for name, value in seen.items()}  # OPT flattens tokens
+        return Inside(shaped["context"], shaped.get("mid"), shaped.get("inner"), shaped.get("output"))
 
 
 @dataclass(frozen=True, eq=False)

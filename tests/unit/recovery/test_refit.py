@@ -10,6 +10,7 @@ import tempfile
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from ghostexport import models, recovery
 from ghostexport.calibration import CalibrationSet
@@ -63,10 +64,22 @@ def test_where_nothing_is_lost_nothing_changes(name):
         np.testing.assert_allclose(fold.weight, old, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox"])
+def opt():
+    """Its MLPs read all tokens in one row."""
+    sizes = {"vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96}
+    config = transformers.OPTConfig(num_hidden_layers=6, num_attention_heads=4, max_position_embeddings=256, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "opt"])
 def test_a_planted_correction_is_recovered(name):
     """A block whose two projections were spoilt learns them back from its own dense self."""
-    loaded = models.from_memory(tiny(name))
+    loaded = models.from_memory(opt() if name == "opt" else tiny(name))
     step = _Step(3, 3, 0, ("attention_output", "mlp_output"))
     with open_streams(loaded, CALIBRATION) as streams:
         walk = _Walk(loaded, CALIBRATION, streams, Execution())
