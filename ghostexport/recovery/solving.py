@@ -12,8 +12,10 @@ SVD_THRESHOLD = 1e-6
 
 def solve_ridge(gram: torch.Tensor, cross: torch.Tensor, ridge: float, tokens: int) -> torch.Tensor:
     """``(G + ridge I)^-1 B`` by Cholesky, whose accuracy does not suffer from channels of very different scale."""
-    system = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    system = gram.clone()
+    system.diagonal().add_(ridge)
     factor, failed = torch.linalg.cholesky_ex(system)
+    del system  # of three copies of a large G, two at a time
     solution = torch.cholesky_solve(cross, factor)
     if int(failed) or not bool(torch.isfinite(solution).all()):
         raise RecoveryError(

@@ -34,12 +34,13 @@ def fit_split(statistics: BoundaryStatistics, section: RecoverSection) -> Operat
     choice, moments = _judged(statistics.last_block_folds)
     C = moments.channels
     M, D = choice.change[:C], choice.change[C:]
-    system = moments.gram + choice.ridge * torch.eye(len(moments.gram)).to(moments.gram)
-    metric = system[:C, :C]
+    metric = moments.gram[:C, :C]
     if section.rank is not None and choice.error < 1:  # else the judges refused: nothing changes
         # The objective minimised over V is ||S^(1/2) (M - M*)||^2 with the Schur complement S.
+        system = moments.gram.clone()
+        system.diagonal().add_(choice.ridge)
         factor = torch.linalg.cholesky(system[C:, C:])
-        metric = metric - system[:C, C:] @ torch.cholesky_solve(system[C:, :C], factor)
+        metric = system[:C, :C] - system[:C, C:] @ torch.cholesky_solve(system[C:, :C], factor)
         U, V = reduced_rank(M, metric, section.rank)
         D = torch.cholesky_solve(moments.cross[C:] - system[C:, :C] @ (U @ V), factor)
     return Operator(
@@ -77,8 +78,8 @@ class _Solution:
 
 
 def _judged(folds: list[BoundaryMoments]) -> tuple[_Solution, BoundaryMoments]:
-    whole = folds[0] + folds[1]
     choice = choose_change(*folds)
+    whole = folds[0] + folds[1]
     change = torch.zeros_like(whole.cross) if choice.change is None else choice.change
     return _Solution(change, (choice.ridge or RIDGES[-1]) * median_diagonal(whole), choice.error), whole
 
