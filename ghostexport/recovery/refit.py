@@ -15,10 +15,10 @@ the repaired stream too, several cuts get sequential statistics.
 ``upstream`` blocks before a cut of n blocks are refitted likewise: k of them imitate k + n dense blocks.
 
 Cost per block: about 3 1/4 runs of the block over the calibration set (4 where attention and MLP are parallel), sums
-of ``2 N (C_ctx^2 + I^2 + C_ctx C + I C)`` operations and, for each weight that errs less, one or two passes of at most 8
-sequences through the rest of the model, and one more for the first behind a cut; memory about ``56 I^2`` bytes (two
-folds and the solve in float64, as measured where I = 4 C) and ``9 T V`` bytes (predictions kept, and those of one sequence compared) beside one batch; ``2 N C``
-numbers on disk.
+of ``2 N (C_ctx^2 + I^2 + C_ctx C + I C)`` operations and, for each weight that errs less, one or two passes of at most
+8 sequences through the rest of the model, and one more for the first behind a cut; memory about ``56 I^2`` bytes (two
+folds and the solve in float64, measured at I = 4 C) and ``9 T V`` bytes (predictions kept, and those of one sequence
+compared) beside one batch; ``2 N C`` numbers on disk.
 """
 
 from __future__ import annotations
