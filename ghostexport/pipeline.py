@@ -61,10 +61,11 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     from ghostexport.selection.shared_pass import select_and_gather
 
     folder.statistics_path.unlink(missing_ok=True)
-    shutil.rmtree(folder.path / "checkpoint", ignore_errors=True)  # of another plan, or of another model
     loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
     drawn, _ = calibration.load(folder.calibration_path)
     plan, statistics = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
+    if (checkpoints := folder.path / "checkpoint").exists():  # of an earlier plan, or of another model
+        shutil.rmtree(checkpoints)
     write_json(folder.plan_path, plan.to_json())
     if statistics is None:
         return [folder.plan_path]

@@ -57,6 +57,8 @@ def test_a_zero_node_variant_is_an_ordinary_checkpoint(cli, tmp_path, tiny_model
         torch.testing.assert_close(stock(ids).logits, patched(ids).logits, rtol=1e-5, atol=1e-5)
     manifest = json.loads((run / "manifest.json").read_text())
     assert any("checkpoint/" in path for path in manifest["stages"]["recover"]["outputs"])
+    code, _, err = cli("recover", run, "--prune", "60")
+    assert code == 2 and folder.exists(), err  # nothing was selected: the plan is the old one
     code, _, err = cli("recover", run, "--plan", "[[1, 2]]", "--operator", "ghost")
     assert code == 0 and not folder.exists(), err  # it was of the other plan
 
