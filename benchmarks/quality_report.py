@@ -131,7 +131,7 @@ def ratio(cell: Cell, other: Cell, domains: Sequence[str]) -> dict[str, float]:
     """Ratio of geometric means with its 95 % interval: windows are drawn again, the same ones for both models."""
     found = paired_average([(cell["losses"][d], other["losses"][d]) for d in domains], RESAMPLES, 0)
     logs = {"value": found["difference"], "low": found["interval"][0], "high": found["interval"][1]}
-    return {name: round(math.exp(log / PREDICTED), 3) for name, log in logs.items()}
+    return {name: float(f"{math.exp(log / PREDICTED):.8g}") for name, log in logs.items()}
 
 
 def task_rows(answers: Mapping[str, Cell], plans: Sequence[Cell], size: int) -> list[Cell]:
@@ -309,4 +309,7 @@ def spans(row: Mapping[str, Any]) -> str:
 
 
 def interval(found: Mapping[str, float] | None) -> str:
-    return f"{found['value']:.3f}, {found['low']:.3f} - {found['high']:.3f}" if found else ""
+    if not found:
+        return ""
+    value, low, high = (f"{found[k]:.3f}" if found[k] > 0.0005 else "< 0.001" for k in ("value", "low", "high"))
+    return f"{value}, {low} - {high}"
