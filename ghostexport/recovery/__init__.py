@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ghostexport.calibration import CalibrationSet
-from ghostexport.errors import RecipeError
+from ghostexport.errors import RecipeError, RecoveryError
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
@@ -20,6 +20,7 @@ from ghostexport.recovery.cross_validation import FOLDS
 from ghostexport.recovery.distilled import distil
 from ghostexport.recovery.ffn import train_network
 from ghostexport.recovery.ghost import fit_ghost
+from ghostexport.recovery.judging import JUDGES
 from ghostexport.recovery.last_block import LastBlock, last_kept
 from ghostexport.recovery.linearpatch import fit_diag, fit_rotate
 from ghostexport.recovery.none import fit_none
@@ -145,9 +146,14 @@ def recover(
         if check is not None:
             check(loaded, plan)
     for name in section.operators:
+        request = _request([OPERATORS[base_operator(name)]], section)
+        if (name.endswith(REFIT) or "last-block" in request.needs) and len(calibration) < JUDGES:
+            raise RecoveryError(
+                f"{name} needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
+            )
         if name.endswith(REFIT):
-            require_refittable(loaded, plan, calibration, name)
-        if _request([OPERATORS[base_operator(name)]], section).inside:
+            require_refittable(loaded, plan, name)
+        if request.inside:
             for boundary in plan.boundaries:
                 last_kept(loaded, boundary.span.start - 1, name)
     say_unused(section, execution)

@@ -94,17 +94,13 @@ def refit(
     return operators
 
 
-def require_refittable(loaded: LoadedModel, plan: PrunePlan, calibration: CalibrationSet, name: str) -> None:
+def require_refittable(loaded: LoadedModel, plan: PrunePlan, name: str) -> None:
     """Refuses early what the refit of an operator cannot do.
 
     Raises:
-        RecoveryError: too few sequences, or a block that is no plain sum (the first one behind a cut is looked at).
+        RecoveryError: a block is no plain sum (the first one behind a cut is looked at).
         ModelLayoutError: parts of the model are on disk.
     """
-    if len(calibration) < JUDGES:
-        raise RecoveryError(
-            f"A refit needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
-        )
     loaded.require_whole("a refit runs copies of its blocks", "Leave +refit out, or use a device that holds the model.")
     for boundary in plan.boundaries:
         if boundary.span.stop < plan.num_blocks:

@@ -9,6 +9,7 @@ import transformers
 
 from ghostexport import models
 from ghostexport.errors import RecipeError
+from ghostexport.flags import FLAGS
 from ghostexport.operators import load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import QUALITIES, parse_recipe
@@ -21,6 +22,7 @@ def test_words_resolve_to_operators():
         recipe = parse_recipe(MODEL | {"recover": {"quality": word, "operators": ["ghost-zero"]}})
         assert recipe.recover.operators == operators
         assert parse_recipe(json.loads(recipe.model_dump_json())) == recipe
+        assert f"{word} ({operators[0]}" in FLAGS["quality"].help
     assert QUALITIES["paper"] == ("ghost",)
     recipe = parse_recipe(MODEL | {"recover": {"operators": ["ghost", "ghost-zero+refit"], "refit_downstream": True}})
     assert recipe.recover.operators == ("ghost+refit", "ghost-zero+refit")

@@ -267,15 +267,16 @@ def test_what_does_not_apply_says_so():
             recover(llama, [[0, 2]], kind)
     with pytest.raises(RecoveryError, match="folded into the weights that a refit replaces"):
         recover(llama, [[2, 4]], "prune-and-comp+refit")
-    plan = PrunePlan.from_spans(6, [[2, 4]])
-    few = CalibrationSet.from_tokens(np.ones((3, 60)))
-    with pytest.raises(RecoveryError, match="at least 4 calibration sequences"):
-        recovery.recover(llama, plan, few, HELD_OUT, RecoverSection(operators=("ghost+refit",)))
 
 
 def test_refusals_come_before_anything_is_measured(monkeypatch):
     """A recipe with a refit that cannot be is refused at once, not after its other operators are fitted."""
     monkeypatch.setattr(recovery, "gather", lambda *args: pytest.fail("a pass was made"))
+    few, plan = CalibrationSet.from_tokens(np.ones((3, 60))), PrunePlan.from_spans(6, [[2, 4]])
+    for kind in ("ghost+refit", "ghost-split", "ghost-zero"):
+        with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} needs at least 4 calibration sequences"):
+            section = RecoverSection(operators=("ghost", kind))
+            recovery.recover(models.from_memory(tiny("llama")), plan, few, HELD_OUT, section)
     for name, kind in (("gpt-neox", "ghost-split+refit"), ("gemma2", "none+refit")):
         with pytest.raises(RecoveryError):
             loaded = models.from_memory(tiny(name))
