@@ -84,13 +84,16 @@ def refit(
             f"refit: {len(calibration) // JUDGES} of {len(calibration)} sequences judge, too few to tell a gain from "
             f"chance. Use {FEW * JUDGES} --sequences or more, or compare with the same operator without +refit."
         )
-    if not todo:
-        execution.say("refit: no block is kept behind the cut (refit_upstream takes some before it)")
     with open_streams(loaded, calibration) as streams:
         operators = _Walk(loaded, calibration, streams, execution).through(plan, todo, fit, inside)
     looked_at = [entry for operator in operators for entry in operator.fit["refit"]]
     changed = sum(entry["ridge"] is not None for entry in looked_at)
-    execution.say(f"refit: {changed} of {len(looked_at)} weights changed, the rest would not gain on judging sequences")
+    if looked_at:
+        execution.say(
+            f"refit: {changed} of {len(looked_at)} weights changed, the rest would not gain on judging sequences"
+        )
+    else:
+        execution.say("refit: nothing to refit behind the last cut (refit_upstream takes blocks before it)")
     return operators
 
 

@@ -298,7 +298,7 @@ def test_what_was_changed_and_what_has_no_effect_is_said():
     assert f"refit: {len(sets['none+refit'].operators[0].folds)} of 4 weights changed" in said
     assert "per_block (True) has no effect on none+refit" in said and "rank (4) has no effect on none+refit" in said
     said = lines([[4, 6]], "ghost+refit")[1]
-    assert "no block is kept behind the cut (refit_upstream" in said and "0 of 0 weights" in said
+    assert "nothing to refit behind the last cut (refit_upstream" in said and "0 of 0 weights" not in said
     said = lines([[2, 4]], "ghost", "ghost-zero", refit_upstream=2, rank=4)[1]
     assert "refit_upstream (2) has no effect on ghost, ghost-zero" in said and "rank" not in said
 
