@@ -36,6 +36,7 @@ from ghostexport.recovery.passes import (
 )
 from ghostexport.recovery.per_block import multiplied, single_blocks
 from ghostexport.recovery.prune_and_comp import fit_scale, require_scalable
+from ghostexport.recovery.rank import require_rank
 from ghostexport.recovery.ranks import is_parallel
 from ghostexport.recovery.refit import refit, require_refittable
 from ghostexport.recovery.repaired import measure_refit
@@ -142,6 +143,7 @@ def recover(
     for tokens in (calibration, held_out):
         tokens.require_fits(loaded.vocab_size, loaded.max_length)
     calibration.require_tokens_for(loaded.hidden_size, execution)
+    require_rank(section.rank, loaded.hidden_size)
     for check in {OPERATORS[base_operator(name)].check for name in section.operators}:
         if check is not None:
             check(loaded, plan)

@@ -19,7 +19,7 @@ from torch import nn
 from ghostexport.errors import ModelLayoutError, RecoveryError
 from ghostexport.models import LoadedModel, Projections, find_mid, find_projections
 
-_REMEDY = "Use an operator that acts at the boundary, such as ghost-weighted."
+_REMEDY = "Use an operator that acts at the boundary, such as ghost-weighted or ghost-weighted+refit."
 _REMEDY_ADDITIVE = "Use an operator that acts at the boundary, without +refit, such as ghost-weighted."
 
 

@@ -25,12 +25,14 @@ class LinearForm(TypedDict, total=False):
     factors: tuple[FloatArray, FloatArray]
 
 
-def linear_form(M: torch.Tensor, metric: torch.Tensor, rank: int | None) -> LinearForm:
-    """``M`` ``[C, C]`` as a float32 ``delta``, or as factors of the given rank under the metric ``S`` ``[C, C]``.
+def require_rank(rank: int | None, channels: int) -> None:
+    """Raises RecoveryError where an operator of this rank has more columns than the stream has channels."""
+    if rank is not None and rank > channels:
+        raise RecoveryError(f"Rank {rank} exceeds the hidden size {channels}.", "Choose a smaller --rank.")
 
-    Raises:
-        RecoveryError: the rank exceeds ``C``.
-    """
+
+def linear_form(M: torch.Tensor, metric: torch.Tensor, rank: int | None) -> LinearForm:
+    """``M`` ``[C, C]`` as a float32 ``delta``, or as factors of the given rank under the metric ``S`` ``[C, C]``."""
     if rank is None:
         return {"delta": M.float().cpu().numpy()}
     U, V = reduced_rank(M, metric, rank)
@@ -38,13 +40,7 @@ def linear_form(M: torch.Tensor, metric: torch.Tensor, rank: int | None) -> Line
 
 
 def reduced_rank(M: torch.Tensor, metric: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``U`` ``[C, r]`` and ``V`` ``[r, C]`` with ``U V`` nearest to ``M`` under the metric.
-
-    Raises:
-        RecoveryError: the rank exceeds ``C``.
-    """
-    if rank > M.shape[1]:
-        raise RecoveryError(f"Rank {rank} exceeds the hidden size {M.shape[1]}.", "Choose a smaller --rank.")
+    """``U`` ``[C, r]`` and ``V`` ``[r, C]`` with ``U V`` nearest to ``M`` under the metric; ``r`` is at most ``C``."""
     _, vectors = torch.linalg.eigh(M.T @ metric @ M)
     top = vectors[:, -rank:].flip(1)
     return M @ top, top.T

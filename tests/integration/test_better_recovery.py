@@ -1,5 +1,6 @@
 """Quality words, refits and plain checkpoints through the command line, on a tiny model."""
 
+import importlib
 import json
 
 import numpy as np
@@ -40,8 +41,12 @@ def test_words_resolve_to_operators():
         parse_recipe(MODEL | {"recover": {"operators": ["ghost-zer+refit"]}})
 
 
-def test_a_zero_node_variant_is_an_ordinary_checkpoint(cli, tmp_path, tiny_model, text_file):
-    """Stock transformers loads it and computes what the patched model computes."""
+def test_a_zero_node_variant_is_an_ordinary_checkpoint(cli, tmp_path, tiny_model, text_file, monkeypatch):
+    """Stock transformers loads it and computes what the patched model computes, with both weights of a block refitted.
+
+    The judge of a refit, which would leave nearly every weight of a random model as it is, is told to take them all.
+    """
+    monkeypatch.setattr(importlib.import_module("ghostexport.recovery.refit"), "surely_less", lambda *sides: True)
     run = tmp_path / "run"
     arguments = ["--plan", "[[2, 4]]", "--operator", "ghost-zero", "--refit-downstream", "--calibration", text_file]
     code, _, err = cli("recover", tiny_model, "-o", run, *arguments, "--sequences", 16, "--length", 64)
@@ -52,6 +57,7 @@ def test_a_zero_node_variant_is_an_ordinary_checkpoint(cli, tmp_path, tiny_model
     transformers.AutoTokenizer.from_pretrained(folder)
     operators = load_operators(run / "operators" / "ghost-zero+refit.safetensors")
     assert stock.config.num_hidden_layers == 4 and not operators.adds_nodes
+    assert {fold.role for fold in operators.operators[0].folds} == {"attention_output", "mlp_output"}
     dense = models.load_model(tiny_model, "float32")
     patched = models.patch(dense, PrunePlan.from_spans(6, [[2, 4]]), operators).model
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 200, (2, 20)))

@@ -154,9 +154,17 @@ def test_a_nearer_stream_with_worse_predictions_is_left_alone(monkeypatch):
     assert len(entries) == len(asked) and all(e["ridge"] is None and e["after"] < 1 for e in entries)
 
 
-def test_the_first_refitted_weight_is_the_ridge_solution():
-    """o_proj of the block behind the cut, from the patched model's own activations and dense float64 QR."""
-    loaded = models.from_memory(tiny("gpt2"))
+@pytest.mark.parametrize("massive", [False, True])
+def test_the_first_refitted_weight_is_the_ridge_solution(massive, monkeypatch):
+    """o_proj of the block behind the cut, from the patched model's own activations and dense float64 QR.
+
+    One token in a hundred may be massive: its square outweighs all others' by far.
+    """
+    refit = importlib.import_module("ghostexport.recovery.refit")
+    monkeypatch.setattr(refit, "surely_less", lambda after, before: True)
+    model = tiny("gpt2")
+    model.transformer.wte.weight.data[7] *= 1000 if massive else 1
+    loaded = models.from_memory(model)
     plan, operators = recover(loaded, [[2, 4]], "ghost-weighted+refit")
     operator = operators.operators[0]
     (fold,) = [f for f in operator.folds if (f.block, f.role) == (4, "attention_output")]
@@ -179,6 +187,7 @@ def test_the_first_refitted_weight_is_the_ridge_solution():
     c, have, aim = (seen[key][mask.bool()].double() for key in ("c", "have", "aim"))
     c = torch.cat([c, torch.ones(len(c), 1)], dim=1)  # GPT-2 has biases
     w = 1 / (aim.square().mean(1) + 1e-6)
+    assert (float(aim.square().sum(1).max() / aim.square().sum(1).median()) > 1000) == massive
     scale = float((w[:, None] * c.square()).sum(0).median())
     change = least_squares(c, aim - have, w, entry["ridge"] * scale)
     np.testing.assert_allclose(fold.weight, block.attn.c_proj.weight.double() + change[:-1], rtol=1e-3, atol=1e-4)
@@ -277,6 +286,8 @@ def test_refusals_come_before_anything_is_measured(monkeypatch):
         with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} needs at least 4 calibration sequences"):
             section = RecoverSection(operators=("ghost", kind))
             recovery.recover(models.from_memory(tiny("llama")), plan, few, HELD_OUT, section)
+    with pytest.raises(RecoveryError, match="Rank 65 exceeds the hidden size 64"):
+        recover(models.from_memory(tiny("llama")), [[2, 4]], "ghost", rank=65)
     for name, kind in (("gpt-neox", "ghost-split+refit"), ("gemma2", "none+refit")):
         with pytest.raises(RecoveryError):
             loaded = models.from_memory(tiny(name))
