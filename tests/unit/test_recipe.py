@@ -39,6 +39,7 @@ def test_variants_are_dense_pruned_and_the_operators():
         ({"model": {"source": "x", "dtype": "int8"}}, "model.dtype"),
         ({"model": {"source": "x"}, "calibration": {"sequences": "many"}}, "calibration.sequences"),
         ({}, "model: Field required"),
+        ({"model": {"source": "x"}, "recover": {"ridge": "cvv"}}, "recover.ridge: Input should be 'cv' (got 'cvv')"),
     ],
 )
 def test_a_bad_recipe_names_the_field_and_the_nearest_name(data, says):
