@@ -100,6 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--criteria", nargs="+", default=list(CRITERIA))
     parser.add_argument("--repairs", nargs="+", default=list(REPAIRS))
     parser.add_argument("--plan", help="criterion whose plans repairs and tasks are measured on besides streamline's")
+    parser.add_argument("--asked", nargs="+", default=list(ASKED), help="repairs, of the part tasks")
     parser.add_argument("--sequences", type=int, default=64, help="calibration sequences of 512 tokens")
     parser.add_argument("--criteria-sequences", type=int, default=32, help="the same of the part criteria")
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128, 256], help="of the part sizes")
@@ -129,12 +130,12 @@ def sizes(bench: Bench, arguments: argparse.Namespace) -> None:
 
 
 def tasks(bench: Bench, arguments: argparse.Namespace) -> None:
-    bench.ask("tasks-dense", bench.loaded.model, arguments.items)
+    bench.ask("dense", bench.loaded.model, arguments.items)
     for plan in bench.plans(arguments):
-        bench.measure(plan, arguments.sequences, ASKED)
-        for repair in ASKED:
+        bench.measure(plan, arguments.sequences, arguments.asked)
+        for repair in arguments.asked:
             patched = models.patch(bench.loaded, plan, bench.operators(plan, arguments.sequences, repair)).model
-            bench.ask(f"tasks-{cell_name(plan.to_json(), arguments.sequences, repair)}", patched, arguments.items)
+            bench.ask(cell_name(plan.to_json(), arguments.sequences, repair), patched, arguments.items)
 
 
 @dataclass
@@ -251,7 +252,7 @@ class Bench:
             sample = continuation(model, tokenizer, ids, 40)
             return {"answers": {task.removeprefix("demo:"): a for task, a in answers.items()}, "sample": sample}
 
-        self.cell(name, {"prompt": PROMPT, "items": items}, measure)
+        self.cell(f"tasks{items}-{name}", {"prompt": PROMPT, "items": items}, measure)
 
     def cell(self, name: str, about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
         path = self.work / f"{name}.json"

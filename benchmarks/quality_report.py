@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +42,7 @@ def render(work: Path, results: Path, size: int, operators: Sequence[str]) -> No
     dense = next(cell for cell in cells if cell["repair"] == "dense")
     cells = [cell for cell in cells if "size" in cell]
     plans = [read(path) for path in sorted(work.glob("plan-*.json"))]
-    answers = {path.stem.removeprefix("tasks-"): read(path) for path in sorted(work.glob("tasks-*.json"))}
+    answers = {path.stem.removeprefix("tasks"): read(path) for path in sorted(work.glob("tasks*.json"))}
     recipe = {
         "source": "SmolLM2-135M (de-quantised)",
         "windows": len(dense["losses"]["wiki"]),
@@ -58,7 +59,7 @@ def render(work: Path, results: Path, size: int, operators: Sequence[str]) -> No
         "rows": rows(cells, plans),
         "criteria": criteria_rows([read(path) for path in sorted(work.glob("criteria-*.json"))], plans),
         "tasks": task_rows(answers, plans, size),
-        "samples": {name: cell["sample"] for name, cell in answers.items()},
+        "samples": {name.partition("-")[2]: cell["sample"] for name, cell in answers.items()},
     }
     results.mkdir(parents=True, exist_ok=True)
     write_json(results / "quality.json", result)
@@ -135,15 +136,21 @@ def ratio(cell: Cell, other: Cell, domains: Sequence[str]) -> dict[str, float]:
 
 
 def task_rows(answers: Mapping[str, Cell], plans: Sequence[Cell], size: int) -> list[Cell]:
-    """Accuracy of every variant, and paired differences of every refit and operator to ghost on the same plan."""
+    """Accuracy of every variant, and paired differences of every refit and operator to ghost on the same plan.
+
+    ``answers`` by ``ITEMS-CELL``.
+    """
     given = {name: cell["answers"] for name, cell in answers.items()}
     means = summarise(given) if given else {}
-    found = [{"plan": None, "repair": "dense", "tasks": means["dense"]}] if "dense" in means else []
+    counts = sorted({cell["items"] for cell in answers.values()})
+    dense = [(count, f"{count}-dense") for count in counts if f"{count}-dense" in means]
+    found = [{"plan": None, "repair": "dense", "items": count, "tasks": means[name]} for count, name in dense]
     removed = {cell_name(plan, size, ""): plan["removed"] for plan in sorted(plans, key=number_removed)}
-    for prefix, spans_removed in removed.items():
+    for plan, count in itertools.product(removed, counts):
+        prefix = f"{count}-{plan}"
         reference = given.get(prefix + "ghost")
         for name in (n for n in given if n.startswith(prefix) and reference is not None):
-            row = {"plan": spans_removed, "repair": name.removeprefix(prefix), "tasks": means[name]}
+            row = {"plan": removed[plan], "repair": name.removeprefix(prefix), "items": count, "tasks": means[name]}
             row["minus_ghost"] = compare(given[name], reference, RESAMPLES, 0)
             found.append(row)
     return found
@@ -258,14 +265,13 @@ def task_table(rows: Sequence[Cell]) -> list[str]:
     if not rows:
         return []
     names = [name for name in rows[0]["tasks"] if name != "average"]
-    items = rows[0]["tasks"][names[0]]["acc"]["items"]
     lines = ["", "## Zero-shot accuracy", ""]
     lines += [
-        f"`acc` in percent on the first {items} items of every task, the same for all, models in bfloat16; difference "
-        "of the average to `ghost` with its 95 % interval, and the tasks where a difference is claimed."
+        "`acc` in percent on the first items of every task, the same for all, models in bfloat16; difference of the "
+        "average to `ghost` with its 95 % interval, and the tasks where a difference is claimed."
     ]
-    lines += ["", "| plan | repair | " + " | ".join(names) + " | average | minus ghost | claimed |"]
-    lines += ["|---|---|" + "---|" * (len(names) + 3)]
+    lines += ["", "| plan | repair | items | " + " | ".join(names) + " | average | minus ghost | claimed |"]
+    lines += ["|---|---|---|" + "---|" * (len(names) + 3)]
     for row in rows:
         shown = [f"{100 * row['tasks'][name]['acc']['value']:.0f}" for name in names]
         shown.append(f"**{100 * row['tasks']['average']['acc']:.1f}**")
@@ -280,7 +286,7 @@ def task_table(rows: Sequence[Cell]) -> list[str]:
             ]
             shown += [f"{100 * average['difference']:+.1f} ({low:+.1f} to {high:+.1f})", ", ".join(claimed)]
         plan = "" if row["plan"] is None else spans({"removed": row["plan"]})
-        lines.append(f"| {plan} | {row['repair']} | {' | '.join(shown)} |")
+        lines.append(f"| {plan} | {row['repair']} | {row['items']} | {' | '.join(shown)} |")
     return lines
 
 
