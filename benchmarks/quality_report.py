@@ -59,7 +59,7 @@ def render(work: Path, results: Path, size: int, operators: Sequence[str]) -> No
         "rows": rows(cells, plans),
         "criteria": criteria_rows([read(path) for path in sorted(work.glob("criteria-*.json"))], plans),
         "tasks": task_rows(answers, plans, size),
-        "samples": {name.partition("-")[2]: cell["sample"] for name, cell in answers.items()},
+        "samples": dict(sorted((name.partition("-")[2], cell["sample"]) for name, cell in answers.items())),
     }
     results.mkdir(parents=True, exist_ok=True)
     write_json(results / "quality.json", result)
