@@ -363,8 +363,7 @@ def base_operator(name: str) -> str:
 
 
 def _explain(origin: str, data: Any, error: Any) -> str:
-    place = error["loc"][:2] + tuple(part for part in error["loc"][2:] if isinstance(part, int))  # no names of types
-    path = ".".join(str(part) for part in place)
+    path = ".".join(str(part) for depth, part in enumerate(error["loc"]) if depth < 2 or isinstance(part, int))
     if error["type"] != "extra_forbidden":
         return f"{origin}: {path or 'recipe'}: {error['msg']} (got {error['input']!r})"
     parent: Any = Recipe

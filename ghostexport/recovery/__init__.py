@@ -143,21 +143,7 @@ def recover(
     for tokens in (calibration, held_out):
         tokens.require_fits(loaded.vocab_size, loaded.max_length)
     calibration.require_tokens_for(loaded.hidden_size, execution)
-    require_rank(section.rank, loaded.hidden_size)
-    for check in {OPERATORS[base_operator(name)].check for name in section.operators}:
-        if check is not None:
-            check(loaded, plan)
-    for name in section.operators:
-        request = _request([OPERATORS[base_operator(name)]], section)
-        if (name.endswith(REFIT) or "last-block" in request.needs) and len(calibration) < JUDGES:
-            raise RecoveryError(
-                f"{name} needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
-            )
-        if name.endswith(REFIT):
-            require_refittable(loaded, plan, name)
-        if request.inside:
-            for boundary in plan.boundaries:
-                last_kept(loaded, boundary.span.start - 1, name)
+    _require_applicable(loaded, plan, calibration, section)
     say_unused(section, execution)
     families = {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
     fitted = _fit(loaded, plan, calibration, held_out, families, section, execution, statistics)
@@ -177,6 +163,27 @@ def _require_known(section: RecoverSection) -> None:
         require_name(base_operator(name), OPERATORS, "operator")
         if name.endswith(REFIT) and OPERATORS[base_operator(name)].train is not None:
             raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
+
+
+def _require_applicable(
+    loaded: LoadedModel, plan: PrunePlan, calibration: CalibrationSet, section: RecoverSection
+) -> None:
+    """Refuses, before any pass, what one of the operators cannot do on this model, plan or calibration set."""
+    require_rank(section.rank, loaded.hidden_size)
+    for check in {OPERATORS[base_operator(name)].check for name in section.operators}:
+        if check is not None:
+            check(loaded, plan)
+    for name in section.operators:
+        request = _request([OPERATORS[base_operator(name)]], section)
+        if (name.endswith(REFIT) or "last-block" in request.needs) and len(calibration) < JUDGES:
+            raise RecoveryError(
+                f"{name} needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
+            )
+        if name.endswith(REFIT):
+            require_refittable(loaded, plan, name)
+        if request.inside:
+            for boundary in plan.boundaries:
+                last_kept(loaded, boundary.span.start - 1, name)
 
 
 def say_unused(section: RecoverSection, execution: Execution) -> None:
