@@ -16,7 +16,7 @@ from ghostexport.benchmarking.machine import MachineWatch
 from ghostexport.benchmarking.memory import device_bytes, peak_bytes, process_bytes, release_free_memory, reset_peak
 from ghostexport.benchmarking.workloads import METRICS, Clock, TokenIds, Workload, visit
 from ghostexport.errors import ParityError
-from ghostexport.recipe import Progress
+from ghostexport.recipe import Execution, Progress
 from ghostexport.runtimes.base import Session
 
 Loaders = Mapping[str, Callable[[], Session]]
@@ -138,7 +138,7 @@ def measure(
     clock: Clock,
     watch: MachineWatch,
     meter: EnergyMeter | None = None,
-    progress: Progress = lambda task, done, total: None,
+    progress: Progress = Execution.progress,
     observe: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> list[Cell]:
     """Visits every (variant, workload) once per round, in an order drawn anew for every round.

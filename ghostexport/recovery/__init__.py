@@ -173,17 +173,19 @@ def _require_applicable(
     for check in {OPERATORS[base_operator(name)].check for name in section.operators}:
         if check is not None:
             check(loaded, plan)
-    for name in section.operators:
-        request = _request([OPERATORS[base_operator(name)]], section)
+    requests = {name: _request([OPERATORS[base_operator(name)]], section) for name in section.operators}
+    for name, request in requests.items():
         if (name.endswith(REFIT) or "last-block" in request.needs) and len(calibration) < JUDGES:
             raise RecoveryError(
                 f"{name} needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
             )
-        if name.endswith(REFIT):
-            require_refittable(loaded, plan, name)
-        if request.inside:
-            for boundary in plan.boundaries:
-                last_kept(loaded, boundary.span.start - 1, name)
+    refitted = [name for name in requests if name.endswith(REFIT)]
+    inside = [name for name, request in requests.items() if request.inside]
+    if refitted:  # what one of them is refused for, all are: the model is probed once
+        require_refittable(loaded, plan, refitted[0])
+    if inside:
+        for boundary in plan.boundaries:
+            last_kept(loaded, boundary.span.start - 1, inside[0])
 
 
 def say_unused(section: RecoverSection, execution: Execution) -> None:
