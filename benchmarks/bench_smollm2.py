@@ -17,8 +17,9 @@ from pathlib import Path
 from ghostexport.benchmarking.report import render_sweep
 from ghostexport.benchmarking.sweep import collect
 from ghostexport.benchmarking.table import sentences
+from ghostexport.execution import Execution
 from ghostexport.pipeline import run
-from ghostexport.recipe import Execution, parse_recipe
+from ghostexport.recipe import parse_recipe
 from ghostexport.runfolder import RunFolder, write_bytes, write_json
 
 RESULTS = Path(__file__).parent / "results"

@@ -27,7 +27,8 @@ import torch
 import transformers
 
 from ghostexport import calibration, models, recovery, selection
-from ghostexport.recipe import CalibrationSection, Execution, RecoverSection, SelectSection
+from ghostexport.execution import Execution
+from ghostexport.recipe import CalibrationSection, RecoverSection, SelectSection
 from ghostexport.recovery import statistics_file
 from ghostexport.selection.shared_pass import select_and_gather
 

@@ -34,7 +34,8 @@ from ghostexport.benchmarking.facts import read_facts
 from ghostexport.benchmarking.parity import engine_difference
 from ghostexport.benchmarking.table import speed_rows
 from ghostexport.errors import GhostExportError
-from ghostexport.recipe import BenchSection, BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BenchSection, BuildSection
 from ghostexport.runfolder import write_json
 from ghostexport.runtimes import RUNTIMES
 from ghostexport.runtimes.base import EngineFile, Session

@@ -13,7 +13,8 @@ import platform
 import tempfile
 from pathlib import Path
 
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runfolder import write_json
 from ghostexport.runtimes import RUNTIMES
 

@@ -36,9 +36,10 @@ from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.quality import measure, torch_forward
 from ghostexport.evaluation.sample import continuation
 from ghostexport.evaluation.tasks import ask
+from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import CRITERIA, REFIT, Execution, RecoverSection, SelectSection
+from ghostexport.recipe import CRITERIA, REFIT, RecoverSection, SelectSection
 from ghostexport.runfolder import write_bytes, write_json
 
 PARTS = ("repairs", "criteria", "sizes", "tasks")

@@ -23,7 +23,8 @@ import torch
 import transformers
 
 from ghostexport import calibration, models, recovery, selection
-from ghostexport.recipe import CalibrationSection, Execution, RecoverSection, SelectSection
+from ghostexport.execution import Execution
+from ghostexport.recipe import CalibrationSection, RecoverSection, SelectSection
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ _HOME = {
     "OperatorSet": "operators",
     "load_operators": "operators",
     "Recipe": "recipe",
-    "Execution": "recipe",
+    "Execution": "execution",
     "parse_recipe": "recipe",
     "RunFolder": "runfolder",
     "run": "pipeline",

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from ghostexport.errors import CalibrationError, RunFolderError
-from ghostexport.recipe import CalibrationSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import CalibrationSection
 from ghostexport.runfolder import write_bytes
 from ghostexport.texts import documents
 

@@ -152,7 +152,7 @@ def swap(
 ) -> None:
     """Put another operator into a built engine, without a rebuild."""
     from ghostexport import show as screen
-    from ghostexport.recipe import Execution
+    from ghostexport.execution import Execution
     from ghostexport.runtimes import swap_operator
 
     with screen.display() as callbacks:
@@ -192,7 +192,7 @@ def sweep(
     from ghostexport import show as screen
     from ghostexport.benchmarking.report import render_sweep
     from ghostexport.benchmarking.sweep import collect
-    from ghostexport.recipe import Execution
+    from ghostexport.execution import Execution
     from ghostexport.runfolder import RunFolder, write_bytes, write_json
 
     folders = [output / f"prune-{count}" for count in sorted(set(prune))]
@@ -231,7 +231,7 @@ def _run_to(
 ) -> None:
     from ghostexport import parallel, pipeline
     from ghostexport import show as screen
-    from ghostexport.recipe import Execution
+    from ghostexport.execution import Execution
 
     recipe, folder = resolve(target, output, recipe_file, flags)
     with parallel.joined(folder, goal) as own:

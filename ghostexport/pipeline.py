@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ghostexport.errors import RecipeError, RunFolderError
+from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, Recipe
+from ghostexport.recipe import Recipe
 from ghostexport.runfolder import RunFolder, write_bytes, write_json
 
 

@@ -1,12 +1,11 @@
-"""What to do (:class:`Recipe`: strict, hashed, kept in the run folder) and how (:class:`Execution`: never hashed)."""
+"""What to do: a :class:`Recipe` is strict, hashed and kept in the run folder."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -373,28 +372,3 @@ def _explain(origin: str, data: Any, error: Any) -> str:
     near = difflib.get_close_matches(str(error["loc"][-1]), valid, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{origin}: unknown key {path!r}.{hint} Valid: {', '.join(valid)}."
-
-
-#: ``progress(task, done, total)``; total None when unknown. The library never draws; the CLI's callback does.
-Progress = Callable[[str, int, "int | None"], None]
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How to run: changes speed and display, never an artefact.
-
-    Attributes:
-        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... for PyTorch work; ``split`` for all devices together.
-        memory: bytes of a split model that each device may hold (``0``, ``1``, ... and ``cpu``); None for all there is.
-        timing_cache: file of measured kernel timings that builds read and extend; None keeps none.
-        progress: called as ``progress(task, done, total)``.
-        say: called with a line worth telling the user (a choice made and its reason).
-        table: called with columns and ``(label, cells)`` rows whenever figures of a running benchmark change.
-    """
-
-    device: str = "auto"
-    memory: Mapping[int | str, int] | None = None
-    timing_cache: Path | None = None
-    progress: Progress = field(default=lambda task, done, total: None)
-    say: Callable[[str], None] = field(default=lambda line: None)
-    table: Callable[[Sequence[str], Sequence[tuple[str, list[str]]]], None] = field(default=lambda columns, rows: None)

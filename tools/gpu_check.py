@@ -24,8 +24,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet, load_operators
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runfolder import write_json
 from ghostexport.runtimes import RUNTIMES, doctor
 from ghostexport.runtimes.generation import generate

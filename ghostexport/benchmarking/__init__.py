@@ -10,7 +10,8 @@ from pathlib import Path
 from ghostexport.benchmarking.benchmark import bench
 from ghostexport.benchmarking.ideal import Ceilings, VariantFacts
 from ghostexport.benchmarking.result import SCHEMA, BenchReport
-from ghostexport.recipe import Execution, Recipe
+from ghostexport.execution import Execution
+from ghostexport.recipe import Recipe
 from ghostexport.runfolder import RunFolder
 
 __all__ = ["SCHEMA", "BenchReport", "Ceilings", "VariantFacts", "bench", "bench_run"]

@@ -19,7 +19,8 @@ from ghostexport.benchmarking.result import BenchReport
 from ghostexport.benchmarking.verdicts import compare_cells
 from ghostexport.benchmarking.workloads import METRICS, Clock, Workload, grid, why_not
 from ghostexport.errors import RecipeError
-from ghostexport.recipe import BenchSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BenchSection
 from ghostexport.runtimes.base import EngineFile
 
 #: Share of the free memory that all sessions together may take; beyond it one at a time is loaded.

@@ -16,7 +16,7 @@ from ghostexport.benchmarking.machine import MachineWatch
 from ghostexport.benchmarking.memory import device_bytes, peak_bytes, process_bytes, release_free_memory, reset_peak
 from ghostexport.benchmarking.workloads import METRICS, Clock, TokenIds, Workload, visit
 from ghostexport.errors import ParityError
-from ghostexport.recipe import Execution, Progress
+from ghostexport.execution import Execution, Progress
 from ghostexport.runtimes.base import Session
 
 Loaders = Mapping[str, Callable[[], Session]]

@@ -21,10 +21,11 @@ from ghostexport.benchmarking.result import BenchReport
 from ghostexport.benchmarking.table import live_rows, summary_cells
 from ghostexport.calibration import load as load_calibration
 from ghostexport.errors import RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.models import resolve_source
 from ghostexport.pipeline import read_plan
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, Recipe
+from ghostexport.recipe import Recipe
 from ghostexport.runfolder import RunFolder, write_json
 from ghostexport.runtimes.base import EngineFile, Runtime
 from ghostexport.runtimes.sidecar import read_sidecar

@@ -13,10 +13,10 @@ import torch
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.ladder import ladder
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import Execution
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.passes import BoundaryErrors, Request, gather, reaches_inside, stream_boundaries
 

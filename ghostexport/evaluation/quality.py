@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ghostexport.calibration import CalibrationSet
-from ghostexport.recipe import Execution
+from ghostexport.execution import Execution
 
 #: Rows of logits turned into float64 log-probabilities at once: 256 x 150k x 8 B = 300 MB at the largest vocabularies.
 ROWS = 256

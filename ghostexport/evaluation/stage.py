@@ -18,10 +18,11 @@ from ghostexport.evaluation.intervals import differences
 from ghostexport.evaluation.quality import Forward, QualityMeter, measure, torch_forward
 from ghostexport.evaluation.sample import continuation
 from ghostexport.evaluation.tasks import ask, compare, summarise
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import EvalSection, Execution, Recipe
+from ghostexport.recipe import EvalSection, Recipe
 from ghostexport.runfolder import RunFolder, write_json
 
 #: Tokens of held-out text that a generation sample continues.

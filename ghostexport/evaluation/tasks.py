@@ -16,7 +16,8 @@ import yaml
 
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.evaluation.intervals import paired_average, paired_mean
-from ghostexport.recipe import Execution, require_name
+from ghostexport.execution import Execution
+from ghostexport.recipe import require_name
 
 #: demo task -> lm-eval's task file, and the folder of its questions in the package.
 DEMO_TASKS = {

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ghostexport.errors import RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.exporters import optimum, transformers
 from ghostexport.exporters.graph_file import OnnxGraphFile, data_path
-from ghostexport.recipe import Execution, require_name
+from ghostexport.recipe import require_name
 
 __all__ = ["EXPORTERS", "OnnxGraphFile", "available", "choose_exporter", "data_path", "export_model"]
 

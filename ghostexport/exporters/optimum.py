@@ -9,9 +9,9 @@ from typing import Any
 import onnx_ir as ir
 
 from ghostexport.errors import ExportError
+from ghostexport.execution import Execution
 from ghostexport.exporters.graph_file import OnnxGraphFile, check_interface, write_graph
 from ghostexport.exporters.quiet import quiet
-from ghostexport.recipe import Execution
 from ghostexport.surgery.canonical import canonicalise
 
 _REMEDY = "optimum-onnx supports opset 14 to 20 and the models it lists; otherwise use --exporter transformers."

@@ -12,10 +12,10 @@ from typing import Any
 import onnx_ir as ir
 
 from ghostexport.errors import ExportError
+from ghostexport.execution import Execution
 from ghostexport.exporters.graph_file import OnnxGraphFile, check_interface, write_graph
 from ghostexport.exporters.quiet import quiet
 from ghostexport.exporters.simplify import simplify
-from ghostexport.recipe import Execution
 from ghostexport.surgery.canonical import canonicalise
 
 # Sample lengths: all different and above 1, so that no axis is specialised or confused with another.

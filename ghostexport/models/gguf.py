@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from ghostexport.errors import ModelLayoutError
+from ghostexport.execution import Execution
 from ghostexport.models.quiet import hidden_progress_bars
-from ghostexport.recipe import Execution
 from ghostexport.runfolder import require_space, sha256_file, write_json
 
 #: Relative Frobenius distance below which an untied head is the embedding stored twice with two quantisations.

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecipeError, RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
 from ghostexport.models.cutting import drop_blocks
 from ghostexport.models.gguf import save_checkpoint
@@ -23,7 +24,7 @@ from ghostexport.models.quiet import hidden_progress_bars
 from ghostexport.models.sources import resolve_source
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Dtype, Execution
+from ghostexport.recipe import Dtype
 
 #: ``Execution.device`` of a model spread over devices, memory and disk.
 SPLIT = "split"

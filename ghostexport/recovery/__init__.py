@@ -10,10 +10,11 @@ import torch
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError, RecoveryError
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import REFIT, Execution, RecoverSection, base_operator, require_name
+from ghostexport.recipe import REFIT, RecoverSection, base_operator, require_name
 from ghostexport.recovery.affine import fit_affine
 from ghostexport.recovery.cosine import train_cosine
 from ghostexport.recovery.cross_validation import FOLDS

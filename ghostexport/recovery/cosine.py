@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.replaceme import folded
 from ghostexport.recovery.sequential import Crossing, fit_sequential

@@ -25,10 +25,11 @@ import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
+from ghostexport.execution import Execution
 from ghostexport.models import BoundaryModule, LoadedModel, patch
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.passes import measure
 from ghostexport.runfolder import require_space
 

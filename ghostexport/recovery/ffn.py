@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.passes import measure, stream_boundaries
 

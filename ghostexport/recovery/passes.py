@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.moments import BoundaryMoments, MagnitudeRatios, TokenSample, require_finite, token_weights
 from ghostexport.operators import Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import Execution
 from ghostexport.recovery.hadamard import hadamard
 from ghostexport.recovery.judging import judges
 from ghostexport.recovery.last_block import LastBlock, tapped

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, patch, read_residuals
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
 from ghostexport.operators import OperatorSet
-from ghostexport.recipe import Execution
 from ghostexport.recovery.passes import BoundaryErrors
 
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, patch, read_residuals
 from ghostexport.moments import require_finite
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import Execution
 from ghostexport.recovery.last_block import LastBlock, tapped
 from ghostexport.recovery.passes import BoundaryErrors
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ghostexport.errors import GhostExportError, RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.operators import load_operators
-from ghostexport.recipe import BuildSection, Execution, require_name
+from ghostexport.recipe import BuildSection, require_name
 from ghostexport.runtimes.base import EngineFile, Runtime, Session
 from ghostexport.runtimes.interface import read_interface
 from ghostexport.runtimes.onnxruntime import OnnxRuntime

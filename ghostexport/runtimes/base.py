@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.recipe import BuildSection
 
 
 @dataclass(frozen=True)

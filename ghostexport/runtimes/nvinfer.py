@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ghostexport.errors import BuildError, RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runfolder import atomic_path, require_space
 from ghostexport.runtimes import nvinfer_options, nvinfer_refit
 from ghostexport.runtimes.base import Availability, EngineFile

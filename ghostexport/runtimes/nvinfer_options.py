@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ghostexport.errors import BuildError, RecipeError
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runfolder import write_bytes
 from ghostexport.runtimes.interface import Interface
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ghostexport.errors import BuildError, RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runfolder import require_space
 from ghostexport.runtimes import ort_weights
 from ghostexport.runtimes.base import Availability, EngineFile

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ghostexport.errors import RecipeError
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.gpu import Gpu, find_gpu
 from ghostexport.runtimes.interface import Interface
 from ghostexport.runtimes.nvinfer import NvInfer

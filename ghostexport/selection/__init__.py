@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection, require_name
+from ghostexport.recipe import SelectSection, require_name
 from ghostexport.selection.angular import angular
 from ghostexport.selection.channelwise import shortgpt_channelwise, streamline_channelwise
 from ghostexport.selection.eligibility import require_prunable

@@ -17,11 +17,11 @@ import torch
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import CalibrationError
 from ghostexport.evaluation import evaluate, torch_forward
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, patch, read_residuals
 from ghostexport.moments import BoundaryMoments, require_finite, token_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution
 from ghostexport.recovery.cross_validation import median_diagonal
 from ghostexport.recovery.judging import JUDGES, judges
 from ghostexport.recovery.solving import solve_ridge

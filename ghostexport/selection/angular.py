@@ -16,10 +16,11 @@ from collections import deque
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.moments import require_finite
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.eligibility import eligible_starts
 from ghostexport.selection.ranking import best_window
 from ghostexport.selection.streamline import Watch, unwatched

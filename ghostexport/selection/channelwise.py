@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.eligibility import eligible_starts
 from ghostexport.selection.ranking import best_window, lowest_blocks
 from ghostexport.selection.streamline import Watch, summed_cosines, unwatched

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.moments import require_finite
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.eligibility import eligible_blocks, require_eligible
 from ghostexport.selection.ranking import RUNNERS_UP
 

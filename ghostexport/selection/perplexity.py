@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, drop_blocks
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.likelihood import mean_loss
 from ghostexport.selection.ranking import lowest_blocks
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, patch, read_residuals
 from ghostexport.moments import MagnitudeRatios, require_finite
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection, require_name
+from ghostexport.recipe import SelectSection, require_name
 from ghostexport.recovery.prune_and_comp import require_scalable
 from ghostexport.selection.eligibility import eligible_blocks, require_eligible
 from ghostexport.selection.magnitude import magnitude_scores

@@ -7,9 +7,10 @@ again by the perplexity of the repaired model, because the smallest error of the
 from __future__ import annotations
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.after_recovery import Judge
 from ghostexport.selection.eligibility import eligible_starts
 

@@ -8,9 +8,10 @@ one operator, so the plan ends contiguous where that is better.
 from __future__ import annotations
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.after_recovery import Judge
 from ghostexport.selection.eligibility import eligible_blocks, eligible_starts
 

@@ -9,9 +9,10 @@ and ``recover`` makes its pass. So both stages together take ``1 + 1/8`` passes 
 from __future__ import annotations
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, RecoverSection, SelectSection
+from ghostexport.recipe import RecoverSection, SelectSection
 from ghostexport.recovery import shareable
 from ghostexport.recovery.passes import BoundaryStatistics, BoundaryWatch, into
 from ghostexport.selection import CRITERIA, select

@@ -10,9 +10,10 @@ One-shot. ``x_L`` is read before the final norm.
 from __future__ import annotations
 
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.ranking import lowest_blocks
 from ghostexport.selection.streamline import Watch, summed_cosines, token_directions, unwatched
 

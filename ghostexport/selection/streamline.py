@@ -15,10 +15,11 @@ from collections.abc import Callable
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.moments import require_finite
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.eligibility import eligible_starts
 from ghostexport.selection.ranking import best_window
 

@@ -17,9 +17,10 @@ import torch
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.likelihood import predictions
 from ghostexport.selection.ranking import lowest_blocks
 

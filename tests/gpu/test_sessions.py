@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
 from ghostexport.runtimes.generation import generate
 from tests.runtime_graphs import dense_graph, operators, variant_graph

@@ -9,8 +9,9 @@ from torch import distributed
 
 from ghostexport import models, recovery
 from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.passes import Request, gather
 from tests.tiny import tiny
 

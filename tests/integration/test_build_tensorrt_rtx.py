@@ -13,7 +13,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from ghostexport.errors import BuildError, RecipeError, RunFolderError, RuntimeUnavailableError
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES, current_engine
 from ghostexport.runtimes.diagnosis import explain
 from ghostexport.runtimes.nvinfer_load import create_runtime, load_plan
@@ -227,7 +228,7 @@ def test_killing_a_build_leaves_no_engine_and_the_next_build_cleans_up(tmp_path)
     graph = variant_graph("ghost")
     code = (
         "import sys; from pathlib import Path; from ghostexport.runtimes import RUNTIMES;"
-        "from ghostexport.recipe import BuildSection, Execution;"
+        "from ghostexport.execution import Execution; from ghostexport.recipe import BuildSection;"
         "RUNTIMES['tensorrt-rtx'].build(Path(sys.argv[1]), Path(sys.argv[2]), 'ghost',"
         " BuildSection(profiles='single'), Execution())"
     )

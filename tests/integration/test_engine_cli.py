@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from ghostexport.cli import resolve
+from ghostexport.execution import Execution
 from ghostexport.operators import load_operators
 from ghostexport.pipeline import run as run_pipeline
-from ghostexport.recipe import Execution
 from ghostexport.runfolder import RunFolder, write_bytes
 from ghostexport.runtimes import RUNTIMES, load_engine
 

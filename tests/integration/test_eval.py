@@ -13,9 +13,9 @@ from ghostexport.benchmarking.report import render
 from ghostexport.benchmarking.sections import number
 from ghostexport.cli import resolve
 from ghostexport.evaluation.tasks import ask
+from ghostexport.execution import Execution
 from ghostexport.pipeline import read_operators, read_plan
 from ghostexport.pipeline import run as run_pipeline
-from ghostexport.recipe import Execution
 from ghostexport.runfolder import RunFolder
 
 OPERATORS = ["ghost", "replaceme-lstsq"]

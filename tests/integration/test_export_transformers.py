@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ghostexport
+from ghostexport.execution import Execution
 from ghostexport.exporters import export_model
-from ghostexport.recipe import Execution
 from ghostexport.verification import GraphRun, verify
 from tests.tiny import tiny
 

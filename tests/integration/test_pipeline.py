@@ -95,8 +95,8 @@ def test_an_edited_artefact_is_found_and_remade_after_deleting_it(run, cli, tmp_
 @pytest.mark.slow
 def test_ghost_generates_the_same_tokens_in_onnx_runtime_as_in_pytorch(run, tiny_model):
     from ghostexport import models
+    from ghostexport.execution import Execution
     from ghostexport.pipeline import read_operators, read_plan
-    from ghostexport.recipe import Execution
     from ghostexport.runfolder import RunFolder
     from ghostexport.runtimes import RUNTIMES, read_sidecar
     from ghostexport.runtimes.generation import generate

@@ -5,9 +5,9 @@ import pytest
 from ghostexport import calibration, models, recovery
 from ghostexport.cli import resolve
 from ghostexport.errors import RunFolderError
+from ghostexport.execution import Execution
 from ghostexport.pipeline import read_plan
 from ghostexport.pipeline import run as run_pipeline
-from ghostexport.recipe import Execution
 
 OPERATORS = ["ghost", "ghost-weighted", "ghost-affine", "linearpatch-diag", "linearpatch-rotate"]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
 from ghostexport.surgery import operate
 from tests.surgery_cases import FIXTURES, dense_operators, plan_of

@@ -29,7 +29,17 @@ VENDORS = {
     "onnxruntime": "runtimes/onnxruntime.py",
     "optimum": "exporters/optimum.py",
 }
-LIGHT = ("errors.py", "plan.py", "recipe.py", "kv_names.py", "runfolder.py", "operators.py", "pipeline.py", "cli.py")
+LIGHT = (
+    "errors.py",
+    "plan.py",
+    "recipe.py",
+    "execution.py",
+    "kv_names.py",
+    "runfolder.py",
+    "operators.py",
+    "pipeline.py",
+    "cli.py",
+)
 
 
 def imports(path: Path, top_level_only: bool) -> set[str]:

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from ghostexport import calibration, texts
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError, RunFolderError, RuntimeUnavailableError
-from ghostexport.recipe import CalibrationSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import CalibrationSection
 
 WORDS = [f"w{i}" for i in range(500)]
 

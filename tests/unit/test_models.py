@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from ghostexport import models
 from ghostexport.errors import ModelLayoutError, RecipeError, RecoveryError, RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.models.gguf import head_note
 from ghostexport.models.quiet import hidden_progress_bars
 from ghostexport.operators import Operator, OperatorSet, WeightFold
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution
 from tests.tiny import CONFIGS, tiny
 
 PLANS = {"first": [[0, 2]], "middle": [[2, 4]], "last": [[4, 6]], "two": [[0, 1], [3, 5]]}

@@ -7,8 +7,9 @@ import torch
 from ghostexport import models, recovery, selection
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import ModelLayoutError
+from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, RecoverSection, SelectSection
+from ghostexport.recipe import RecoverSection, SelectSection
 from tests.tiny import tiny_folder
 
 OPERATORS = ("ghost", "linearpatch-rotate", "ghost-split", "replaceme-lstsq")

@@ -106,9 +106,10 @@ def facts(blocks: int = 10) -> VariantFacts:
 def write_run(folder: Path, removed: int = 7, seed: int = 0) -> Path:
     """A run folder of a 30-block model, measured with synthetic sessions that cost about what SmolLM2 costs."""
     from ghostexport.benchmarking import bench
+    from ghostexport.execution import Execution
     from ghostexport.operators import Operator, OperatorSet
     from ghostexport.plan import PrunePlan
-    from ghostexport.recipe import Execution, parse_recipe
+    from ghostexport.recipe import parse_recipe
     from ghostexport.runfolder import RunFolder, write_bytes, write_json
 
     run, generator = RunFolder(folder), np.random.default_rng(seed)

@@ -5,7 +5,8 @@ import pytest
 
 from ghostexport.benchmarking import SCHEMA, bench
 from ghostexport.errors import ParityError, RecipeError
-from ghostexport.recipe import BenchSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BenchSection
 from tests.unit.benchmarking.synthetic import CEILINGS, FakeClock, SyntheticSession, engine, facts
 
 SECTION = BenchSection(prefill_tokens=(8,), decode_past=(4,), decode_steps=4, request=(4, 3), repeats=12)

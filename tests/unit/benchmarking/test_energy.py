@@ -8,7 +8,8 @@ import pytest
 
 from ghostexport.benchmarking import benchmark
 from ghostexport.benchmarking.energy import PERIOD, NvmlMeter, find_meter
-from ghostexport.recipe import BenchSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BenchSection
 from tests.unit.benchmarking.synthetic import CEILINGS, FakeClock, SyntheticSession, engine, facts
 
 

@@ -15,7 +15,8 @@ from ghostexport.benchmarking.facts import read_facts
 from ghostexport.benchmarking.layers import EXECUTIONS
 from ghostexport.benchmarking.parity import engine_agrees
 from ghostexport.benchmarking.stage import write_bench
-from ghostexport.recipe import BenchSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BenchSection
 from ghostexport.runtimes import nvinfer
 from ghostexport.runtimes.gpu import Gpu
 from tests.runtime_graphs import BLOCKS, dense_graph, variant_graph

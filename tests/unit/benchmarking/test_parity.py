@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ghostexport.benchmarking.parity import engine_agrees
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
 from tests.runtime_graphs import dense_graph
 

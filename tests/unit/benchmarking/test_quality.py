@@ -4,7 +4,7 @@ import pytest
 from ghostexport.benchmarking.quality import engine_quality, windows
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError
-from ghostexport.recipe import Execution
+from ghostexport.execution import Execution
 from tests.unit.benchmarking.synthetic import Cache
 
 VOCABULARY = 5

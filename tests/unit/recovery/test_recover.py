@@ -9,9 +9,10 @@ import torch
 from ghostexport import models, recovery
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError, RecipeError, RecoveryError
+from ghostexport.execution import Execution
 from ghostexport.operators import Operator
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import OPERATORS, Execution, RecoverSection
+from ghostexport.recipe import OPERATORS, RecoverSection
 from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.hadamard import hadamard
 from ghostexport.recovery.passes import BoundaryStatistics

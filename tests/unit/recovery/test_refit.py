@@ -15,8 +15,9 @@ import transformers
 from ghostexport import models, recovery
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecoveryError
+from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.predictions import SEQUENCES, STRIDE
 from ghostexport.recovery.refit import _move, _Step, _Walk, steps
 from ghostexport.recovery.streams import SingleBlock, fill, open_streams

@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RunFolderError
+from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution
 from ghostexport.recovery import statistics_file
 from ghostexport.recovery.passes import Request, gather
 from tests.tiny import tiny

@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
+from ghostexport.execution import Execution
 from ghostexport.moments import token_weights
 from ghostexport.operators import Operator
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Execution, RecoverSection
+from ghostexport.recipe import RecoverSection
 from ghostexport.recovery import figures, say_lost_tokens
 from ghostexport.recovery.ghost import fit_ghost
 from ghostexport.recovery.weighted import fit_weighted

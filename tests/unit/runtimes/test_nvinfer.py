@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ghostexport.errors import BuildError, RecipeError, RuntimeUnavailableError
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES, nvinfer
 from ghostexport.runtimes.generation import generate
 from ghostexport.runtimes.gpu import Gpu

@@ -5,9 +5,10 @@ import torch
 from onnx import TensorProto
 
 from ghostexport.errors import BuildError, RecipeError, RunFolderError, RuntimeUnavailableError
+from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import BuildSection, Execution
+from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES, current_engine, swap_operator
 from ghostexport.runtimes.generation import generate
 from ghostexport.runtimes.sidecar import read_sidecar

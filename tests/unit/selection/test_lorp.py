@@ -8,7 +8,8 @@ import torch
 
 from ghostexport import models, selection
 from ghostexport.calibration import CalibrationSet
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.execution import Execution
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.lorp import cluster, layer_spread, number_of_clusters, removal_order, similarities
 from tests.tiny import tiny
 

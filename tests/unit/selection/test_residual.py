@@ -9,8 +9,9 @@ import torch
 from ghostexport import models, selection
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError
+from ghostexport.execution import Execution
 from ghostexport.plan import BlockSpan
-from ghostexport.recipe import Execution, SelectSection
+from ghostexport.recipe import SelectSection
 from ghostexport.selection.after_recovery import RIDGE, Judge
 from tests.tiny import tiny
 from tests.unit.recovery.synthetic import least_squares

@@ -9,7 +9,8 @@ import torch
 from ghostexport import models, recovery, selection
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError
-from ghostexport.recipe import Execution, RecoverSection, SelectSection
+from ghostexport.execution import Execution
+from ghostexport.recipe import RecoverSection, SelectSection
 from ghostexport.recovery.passes import Request, gather
 from ghostexport.selection.shared_pass import GUESSING, select_and_gather
 from tests.tiny import tiny
