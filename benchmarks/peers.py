@@ -79,7 +79,7 @@ class TorchSession:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from ghostexport.models.stepping import cache_argument
+        from ghostexport.models.running import cache_argument
 
         self._torch, self._compiled = torch, compiled
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -50,7 +50,6 @@ OPERATORS = (
     "ghost-distilled",
 )
 RUNTIMES = ("tensorrt", "tensorrt-rtx", "onnxruntime")
-EXPORTERS = ("transformers", "optimum")
 
 #: Suffix of an operator's name: the blocks after the cut are refitted too (``ghost-weighted+refit``).
 REFIT = "+refit"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ghostexport.errors import ParityError, RuntimeUnavailableError
 from ghostexport.float32_twin import write_float32_twin
 from ghostexport.kv_names import pair_kv, parse_kv_name
-from ghostexport.models.stepping import cache_tensors, step
+from ghostexport.models.running import cache_tensors, step
 
 SHORT, LONG = 7, 24
 PADDING = 2  # tokens of left padding in row 1 of the short prefill

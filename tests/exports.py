@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from ghostexport.exporters import OnnxGraphFile, export_model
+from ghostexport.exporters import export_model
+from ghostexport.exporters.graph_file import OnnxGraphFile
 from tests.tiny import tiny
 
 #: Names the folder of the run; set in the first process, inherited by its workers.

@@ -1,39 +1,39 @@
-"""From a PyTorch decoder to one ONNX graph with KV cache. One file per producer."""
+"""From a PyTorch decoder to one ONNX graph with KV cache: one producer a file, named as in :data:`EXPORTERS`."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.execution import Execution
-from ghostexport.exporters import optimum, transformers
-from ghostexport.exporters.graph_file import OnnxGraphFile, data_path
-from ghostexport.recipe import require_name
 
-__all__ = ["EXPORTERS", "OnnxGraphFile", "available", "choose_exporter", "data_path", "export_model"]
+if TYPE_CHECKING:
+    from ghostexport.exporters.graph_file import OnnxGraphFile
 
-Exporter = Callable[[Any, Path, int, Execution], OnnxGraphFile]
+__all__ = ["EXPORTERS", "available", "choose_exporter", "export_model"]
 
-EXPORTERS: dict[str, Exporter] = {
-    "transformers": transformers.export,
-    "optimum": optimum.export,
-}
-
-_INSTALL = {
-    "transformers": "pip install 'transformers>=5.14' (in an environment without optimum-onnx).",
-    "optimum": "pip install 'ghostexport[optimum]' (in an environment of its own: it needs transformers < 4.58).",
+#: Exporter -> the module it needs, and how that is installed.
+EXPORTERS = {
+    "transformers": (
+        "transformers.exporters.exporter_onnx",
+        "pip install 'transformers>=5.14' (in an environment without optimum-onnx).",
+    ),
+    "optimum": (
+        "optimum.exporters.onnx",
+        "pip install 'ghostexport[optimum]' (in an environment of its own: it needs transformers < 4.58).",
+    ),
 }
 
 
 def available(name: str) -> bool:
     """Whether the packages of exporter ``name`` are installed."""
-    if name == "optimum":
-        return _installed("optimum.exporters.onnx")
-    return _installed("transformers.exporters.exporter_onnx")
+    try:
+        return importlib.util.find_spec(EXPORTERS[name][0]) is not None
+    except ModuleNotFoundError:  # a parent package is absent
+        return False
 
 
 def choose_exporter(name: str = "auto") -> tuple[str, str]:
@@ -46,10 +46,12 @@ def choose_exporter(name: str = "auto") -> tuple[str, str]:
         RecipeError: there is no exporter of this name.
         RuntimeUnavailableError: it is not installed, or with ``auto`` none is; the message names the ``pip install``.
     """
+    from ghostexport.recipe import require_name
+
     if name != "auto":
         require_name(name, EXPORTERS, "exporter")
         if not available(name):
-            raise RuntimeUnavailableError(f"The exporter {name!r} is not installed here.", _INSTALL[name])
+            raise RuntimeUnavailableError(f"The exporter {name!r} is not installed here.", EXPORTERS[name][1])
         return name, "as asked"
     version = importlib.metadata.version("transformers")
     if available("transformers"):
@@ -58,7 +60,7 @@ def choose_exporter(name: str = "auto") -> tuple[str, str]:
         return "optimum", f"transformers {version} has no ONNX exporter, optimum-onnx is installed"
     raise RuntimeUnavailableError(
         f"transformers {version} has no ONNX exporter and optimum-onnx is not installed.",
-        f"{_INSTALL['transformers']}\nOr: {_INSTALL['optimum']}",
+        "\nOr: ".join(install for _, install in EXPORTERS.values()),
     )
 
 
@@ -84,11 +86,6 @@ def export_model(
         RunFolderError: the files cannot be written.
     """
     name, _ = choose_exporter(exporter)
-    return EXPORTERS[name](model, output, opset, execution or Execution())
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is absent
-        return False
+    producer = importlib.import_module(f"ghostexport.exporters.{name}")
+    written: OnnxGraphFile = producer.export(model, output, opset, execution or Execution())
+    return written

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ghostexport.errors import ExportError
 from ghostexport.execution import Execution
 from ghostexport.exporters.graph_file import OnnxGraphFile, check_interface, write_graph
-from ghostexport.exporters.quiet import quiet
+from ghostexport.models.silence import silenced
 from ghostexport.surgery.canonical import canonicalise
 
 _REMEDY = "optimum-onnx supports opset 14 to 20 and the models it lists; otherwise use --exporter transformers."
@@ -41,10 +41,10 @@ def _trace(model: Any, folder: Path, opset: int) -> ir.Model:
     """Exports into ``folder``; the weights of the returned graph stay there until they are written."""
     from optimum.exporters.onnx import onnx_export_from_model
 
-    from ghostexport.models.cutting import share_weights
+    from ghostexport.models.variants import share_weights
 
     try:
-        with quiet("torch.onnx", "transformers", "optimum"):
+        with silenced("torch.onnx", "transformers", "optimum"):
             onnx_export_from_model(
                 share_weights(model).to("cpu"),  # it edits the configuration and generation settings
                 folder,

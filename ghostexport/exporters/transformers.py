@@ -14,8 +14,8 @@ import onnx_ir as ir
 from ghostexport.errors import ExportError
 from ghostexport.execution import Execution
 from ghostexport.exporters.graph_file import OnnxGraphFile, check_interface, write_graph
-from ghostexport.exporters.quiet import quiet
 from ghostexport.exporters.simplify import simplify
+from ghostexport.models.silence import silenced
 from ghostexport.surgery.canonical import canonicalise
 
 # Sample lengths: all different and above 1, so that no axis is specialised or confused with another.
@@ -33,7 +33,7 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
     num_blocks = len(blocks)
     total = 2 * num_blocks + 1  # tracing a block takes as long as translating it
     execution.progress("export", 0, total)
-    with _ready_for_export(model), quiet(*_NOISY_LOGGERS):
+    with _ready_for_export(model), silenced(*_NOISY_LOGGERS):
         try:
             inputs = sample_inputs(model)
             with _counting(blocks, lambda done: execution.progress("export", min(done, num_blocks), total)):
@@ -79,7 +79,7 @@ def sample_inputs(model: Any) -> dict[str, Any]:
     import torch
     from transformers.cache_utils import DynamicCache
 
-    from ghostexport.models.stepping import accepts, cache_argument, cache_tensors, step
+    from ghostexport.models.running import accepts, cache_argument, cache_tensors, step
 
     vocab_size = int(model.config.get_text_config().vocab_size)
     ids = torch.arange(BATCH * (PAST + TOKENS)).reshape(BATCH, -1) % vocab_size
@@ -105,7 +105,7 @@ def _dynamic_shapes(inputs: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch.export import Dim
 
-    from ghostexport.models.stepping import cache_tensors
+    from ghostexport.models.running import cache_tensors
 
     def varying(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -119,7 +119,7 @@ def _link_lengths(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Tells the tracer which axes are equal: one symbol per length instead of two per block, which is also faster."""
     import torch
 
-    from ghostexport.models.stepping import cache_argument, cache_tensors
+    from ghostexport.models.running import cache_argument, cache_tensors
 
     batch, tokens = kwargs["input_ids"].shape
     tensors = [tensor for pair in cache_tensors(kwargs[cache_argument(module)]) for tensor in pair]

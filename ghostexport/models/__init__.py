@@ -1,13 +1,12 @@
 """Hugging Face causal LMs: loading, their decoder blocks, their residual stream, and cutting and patching them."""
 
-from ghostexport.models.anatomy import Projections, find_mid, find_projections
+from ghostexport.models.anatomy import Projections, find_mid, find_projections, right_multiply, set_right_multiply
 from ghostexport.models.blocks import check_layout, find_blocks, probe_tokens
-from ghostexport.models.cutting import drop_blocks
-from ghostexport.models.gguf import save_checkpoint
+from ghostexport.models.checkpoints import save_checkpoint
 from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch, save_patched
-from ghostexport.models.patching import BoundaryModule, insert_operators
-from ghostexport.models.residuals import read_residuals
+from ghostexport.models.running import read_residuals
 from ghostexport.models.sources import resolve_source, source_files
+from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators
 
 __all__ = [
     "BoundaryModule",
@@ -26,7 +25,9 @@ __all__ = [
     "probe_tokens",
     "read_residuals",
     "resolve_source",
+    "right_multiply",
     "save_checkpoint",
     "save_patched",
+    "set_right_multiply",
     "source_files",
 ]

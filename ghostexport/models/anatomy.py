@@ -36,6 +36,20 @@ class Projections:
     additive: bool
 
 
+def right_multiply(projection: Any) -> torch.Tensor:
+    """The weight ``[in, out]`` of a linear layer, a view of its own, whichever way round the layer keeps it."""
+    weight: torch.Tensor = projection.weight
+    return weight.T if isinstance(projection, nn.Linear) else weight
+
+
+def set_right_multiply(projection: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Gives a linear layer new parameters: ``weight`` ``[in, out]`` and, unless None, ``bias`` ``[out]``."""
+    weight = weight.T.contiguous() if isinstance(projection, nn.Linear) else weight
+    projection.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        projection.bias = nn.Parameter(bias, requires_grad=False)
+
+
 def find_projections(model: Any, index: int) -> Projections:
     """Finds them by one probe pass: of the linear layers that run, the last of width C inside and outside attention.
 
@@ -101,6 +115,22 @@ def find_mid(model: Any, index: int, flattened: bool = False) -> nn.Module:
     raise ModelLayoutError(
         f"Block {index} of {type(model).__name__} has no module that reads the stream between attention and MLP as "
         "[batch, tokens, hidden]: they run in parallel, or the block flattens its tokens.",
+        "Use an operator that acts at the boundary, such as ghost.",
+    )
+
+
+def find_post_norms(model: Any, index: int) -> tuple[nn.Module, nn.Module]:
+    """The two modules with a gain ``[C]`` whose results are added to the stream."""
+    block = find_blocks(model)[index]
+    gains = {m for m in block.children() if [p.ndim for p in m.parameters()] == [1]}
+    *calls, (_, entered, left) = probe_calls(model, {*gains, block})  # the block itself ends last
+    wanted = (left - entered).float()
+    for first in range(len(calls)):
+        for second in range(first + 1, len(calls)):
+            if agree((calls[first][2] + calls[second][2]).float(), wanted, left.dtype):
+                return calls[first][0], calls[second][0]
+    raise ModelLayoutError(
+        f"Block {index} of {type(model).__name__} adds something else than two projections or norms to its stream.",
         "Use an operator that acts at the boundary, such as ghost.",
     )
 

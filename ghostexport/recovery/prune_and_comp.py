@@ -5,7 +5,7 @@
     alpha = mean over channels and sequences of  mean_t |x_post| / mean_t |x_pre|          y = alpha x
 
 The published code multiplies embeddings and output projections before the cut. Here the output projections behind the
-cut are divided instead (:mod:`ghostexport.models.scaling`): the same function wherever every block reads the stream
+cut are divided instead (:mod:`ghostexport.models.variants`): the same function wherever every block reads the stream
 through a norm, without touching embeddings that a head is tied to.
 """
 

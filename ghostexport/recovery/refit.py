@@ -35,12 +35,12 @@ from torch import nn
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel
+from ghostexport.models import LoadedModel, right_multiply
 from ghostexport.moments import BoundaryMoments, token_weights
 from ghostexport.operators import FoldRole, Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recovery.judging import JUDGES, choose_change, judges, surely_less
-from ghostexport.recovery.last_block import LastBlock, additive_projections, right_multiply
+from ghostexport.recovery.last_block import LastBlock, additive_projections
 from ghostexport.recovery.passes import BoundaryStatistics, apply
 from ghostexport.recovery.predictions import Predictions
 from ghostexport.recovery.streams import Call, Inside, SingleBlock, Streams, block_calls, fill, open_streams

@@ -122,9 +122,8 @@ def test_help_works_with_no_heavy_package_importable():
 
 
 def test_registries_hold_exactly_the_names_a_recipe_may_use():
-    from ghostexport import exporters, recipe, recovery, runtimes, selection
+    from ghostexport import recipe, recovery, runtimes, selection
 
     assert tuple(selection.CRITERIA) == recipe.CRITERIA
     assert tuple(recovery.OPERATORS) == recipe.OPERATORS
     assert tuple(runtimes.RUNTIMES) == recipe.RUNTIMES
-    assert tuple(exporters.EXPORTERS) == recipe.EXPORTERS

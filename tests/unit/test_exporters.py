@@ -12,8 +12,9 @@ import pytest
 
 from ghostexport import exporters
 from ghostexport.errors import ExportError, RecipeError, RunFolderError, RuntimeUnavailableError
-from ghostexport.exporters import graph_file, quiet
+from ghostexport.exporters import graph_file
 from ghostexport.exporters.simplify import simplify
+from ghostexport.models.silence import silenced
 from ghostexport.runfolder import sha256_file
 from tests.tiny import tiny
 
@@ -165,7 +166,7 @@ def test_quiet_silences_and_restores(capsys):
     logger.setLevel(logging.INFO)
     with warnings.catch_warnings(record=True) as seen, contextlib.suppress(KeyError):
         warnings.simplefilter("always")
-        with quiet.quiet("noisy.exporter"):
+        with silenced("noisy.exporter"):
             sys.stdout.write("progress")
             warnings.warn("drift", stacklevel=1)
             assert not logger.isEnabledFor(logging.WARNING)

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from ghostexport import models
 from ghostexport.errors import ModelLayoutError, RecipeError, RecoveryError, RuntimeUnavailableError
 from ghostexport.execution import Execution
-from ghostexport.models.gguf import head_note
-from ghostexport.models.quiet import hidden_progress_bars
+from ghostexport.models.checkpoints import head_note
+from ghostexport.models.silence import hidden_progress_bars
 from ghostexport.operators import Operator, OperatorSet, WeightFold
 from ghostexport.plan import PrunePlan
 from tests.tiny import CONFIGS, tiny

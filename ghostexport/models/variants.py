@@ -1,20 +1,101 @@
-"""Inserting operators into a pruned model in memory: the PyTorch twin of the graph's splice."""
+"""Variants of a model in memory: decoder blocks dropped, operators inserted (the twin of the graph's cut and splice).
+
+A variant shares the weights it does not change, runs, generates with a KV cache and can be saved.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ghostexport.errors import RecoveryError
-from ghostexport.models.anatomy import find_mid, find_projections
+from ghostexport.errors import ModelLayoutError, RecoveryError
+from ghostexport.models.anatomy import (
+    find_all_projections,
+    find_mid,
+    find_post_norms,
+    find_projections,
+    right_multiply,
+    set_right_multiply,
+)
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
-from ghostexport.models.cutting import require_blocks, share_weights
-from ghostexport.models.scaling import scale_blocks
 from ghostexport.operators import Operator, OperatorSet, WeightFold
+from ghostexport.plan import PrunePlan
+
+#: Attributes of a block's modules that hold the block's own index (the KV cache is addressed by it).
+_OWN_INDEX = ("layer_idx", "layer_id", "layer_index")
+
+#: Configuration fields that list block indices.
+_INDEX_LISTS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "global_attn_layers")
+
+#: Configuration fields that count blocks from the start: blocks below the number are of one kind, the rest of another.
+_THRESHOLDS = ("first_k_dense_replace", "max_window_layers", "num_dense_layers", "moe_layer_start_index")
+
+
+def share_weights(model: Any) -> Any:
+    """A copy of the model whose parameters and buffers are the same tensors; modules and configuration are new."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def drop_blocks(model: Any, plan: PrunePlan) -> Any:
+    """A model without the plan's blocks; the given one is not changed and shares its weights.
+
+    Requires: ``plan.num_blocks`` equals the model's. Ensures: blocks are renumbered wherever they know their index,
+    every per-block configuration list is cut to the kept blocks, ``num_hidden_layers`` counts them.
+
+    Raises:
+        ModelLayoutError: the plan is about another number of blocks.
+    """
+    require_blocks(model, plan.num_blocks)
+    pruned = share_weights(model)
+    blocks = find_blocks(pruned)
+    config = pruned.config.get_text_config()
+    for index in reversed(range(plan.num_blocks)):
+        if plan.new_index(index) is None:
+            del blocks[index]
+    for new, old in enumerate(plan.kept):
+        _renumber(blocks[new], old, new)
+    _cut_config(config, plan)
+    return pruned
+
+
+def require_blocks(model: Any, count: int) -> None:
+    """Raises ModelLayoutError unless the model has ``count`` decoder blocks."""
+    found = len(find_blocks(model))
+    if found != count:
+        raise ModelLayoutError(
+            f"The plan is for {count} decoder blocks and this {type(model).__name__} has {found}.",
+            "Use the plan of this model.",
+        )
+
+
+def _renumber(block: nn.Module, old: int, new: int) -> None:
+    for module in block.modules():
+        for name in _OWN_INDEX:
+            if vars(module).get(name) == old:
+                setattr(module, name, new)
+
+
+def _cut_config(config: Any, plan: PrunePlan) -> None:
+    step = getattr(config, "decoder_sparse_step", 1)
+    if step > 1:  # every step-th block is sparse: only an explicit list survives a cut
+        dense = {block for block in range(plan.num_blocks) if (block + 1) % step}
+        config.mlp_only_layers = sorted(dense | set(config.mlp_only_layers or ()))
+        config.decoder_sparse_step = 1
+    for name, value in list(vars(config).items()):
+        if name in _INDEX_LISTS and isinstance(value, list):
+            setattr(config, name, [plan.new_index(block) for block in value if block in plan.kept])
+        elif name in _THRESHOLDS and isinstance(value, int):
+            setattr(config, name, sum(block < value for block in plan.kept))
+        elif isinstance(value, list | tuple) and len(value) == plan.num_blocks and "token_id" not in name:
+            setattr(config, name, type(value)(value[block] for block in plan.kept))
+    config.num_hidden_layers = len(plan.kept)
 
 
 class BoundaryModule(nn.Module):
@@ -152,21 +233,58 @@ def _fold(model: Any, block: int | None, fold: WeightFold) -> None:
         raise RecoveryError(f"A weight is folded into block {fold.block}, which the plan removes.")
     projections = find_projections(model, block)
     projection = projections.attention_output if fold.role == "attention_output" else projections.mlp_output
-    weight = torch.as_tensor(np.ascontiguousarray(fold.weight)).to(projection.weight)
-    transposed = isinstance(projection, nn.Linear)  # nn.Linear holds [out, in], GPT-2's Conv1D [in, out]
-    weight = weight.T.contiguous() if transposed else weight
-    if weight.shape != projection.weight.shape:
+    shape = right_multiply(projection).shape
+    if fold.weight.shape != shape:
         raise RecoveryError(
-            f"The folded {fold.role} of block {fold.block} has shape {tuple(weight.shape)}, the layer's is "
-            f"{tuple(projection.weight.shape)}.",
+            f"The folded {fold.role} of block {fold.block} has shape {fold.weight.shape}, the layer's is "
+            f"{tuple(shape)}.",
             "Recover operators for this model.",
         )
-    projection.weight = nn.Parameter(weight, requires_grad=False)
-    if fold.bias is not None:
-        projection.bias = nn.Parameter(torch.as_tensor(fold.bias).to(weight), requires_grad=False)
+    weight = torch.as_tensor(np.ascontiguousarray(fold.weight)).to(projection.weight)
+    bias = None if fold.bias is None else torch.as_tensor(fold.bias).to(weight)
+    set_right_multiply(projection, weight, bias)
 
 
 def _parameter(array: Any, like: torch.Tensor) -> nn.Parameter | None:
     if array is None:
         return None
     return nn.Parameter(torch.as_tensor(np.ascontiguousarray(array)).to(like), requires_grad=False)
+
+
+def scale_blocks(model: Any, factors: Mapping[int, float]) -> None:
+    """Multiplies what each block adds to the stream by its factor, in new parameters; the model is changed.
+
+    With ``alpha`` at a cut the stream should go on as ``alpha x + f_1 + f_2 + ...`` with the results ``f`` of the
+    blocks behind it. Every block, and the head, reads the stream through a norm that ignores its magnitude; so the
+    stream may as well go on as ``x + f_1 / alpha + f_2 / alpha + ...``. Embeddings are not touched.
+
+    The output projections (weights and biases) are scaled; in post-norm blocks (Gemma 2 and 3, OLMo 2), the gains of
+    the norms that follow them.
+
+    Raises:
+        ModelLayoutError: a block has neither, such as a mixture of experts.
+    """
+    for index, projections in find_all_projections(model, factors).items():
+        if projections.additive:
+            for module in {projections.attention_output, projections.mlp_output}:
+                module.weight = _scaled(module.weight, factors[index])
+                if module.bias is not None:
+                    module.bias = _scaled(module.bias, factors[index])
+        else:
+            for norm in find_post_norms(model, index):
+                _scale_gain(norm, factors[index])
+
+
+def _scaled(parameter: torch.Tensor, factor: float) -> nn.Parameter:
+    return nn.Parameter((parameter.float() * factor).to(parameter.dtype), requires_grad=False)
+
+
+def _scale_gain(norm: nn.Module, factor: float) -> None:
+    """Scales a norm's result: its gain is ``w``, or ``1 + w`` (Gemma); a zero gain tells which."""
+    name, gain = next(iter(norm.named_parameters()))
+    x = torch.linspace(-1, 1, len(gain), device=gain.device, dtype=gain.dtype)[None]
+    setattr(norm, name, nn.Parameter(torch.zeros_like(gain), requires_grad=False))
+    with torch.no_grad():
+        shift = float(bool(norm(x).any()))
+    changed = ((gain.float() + shift) * factor - shift).to(gain.dtype)
+    setattr(norm, name, nn.Parameter(changed, requires_grad=False))

@@ -1,4 +1,4 @@
-"""GGUF files become plain Hugging Face folders, de-quantised once and cached by the file's hash."""
+"""Checkpoints on disk: saving a plain Hugging Face folder, and GGUF files de-quantised once into such a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import transformers
 
 from ghostexport.errors import ModelLayoutError
 from ghostexport.execution import Execution
-from ghostexport.models.quiet import hidden_progress_bars
+from ghostexport.models.silence import hidden_progress_bars
 from ghostexport.runfolder import require_space, sha256_file, write_json
 
 #: Relative Frobenius distance below which an untied head is the embedding stored twice with two quantisations.

@@ -1,10 +1,12 @@
-"""Keeping Hugging Face's own progress bars off the terminal while it reads and writes local files."""
+"""Keeping other libraries' progress bars, warnings and prints off the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -25,6 +27,22 @@ def hidden_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def silenced(*loggers: str) -> Iterator[None]:
+    """Inside the block: nothing on stdout, no Python warnings, only errors from ``loggers``. Restored afterwards."""
+    silenced = [logging.getLogger(name) for name in loggers]
+    levels = [logger.level for logger in silenced]
+    try:
+        for logger in silenced:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(silenced, levels, strict=True):
+            logger.setLevel(level)
 
 
 class _WithoutBars(io.TextIOBase):
