@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from ghostexport.errors import ModelLayoutError, RecipeError, RuntimeUnavailable
 from ghostexport.execution import Execution
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
 from ghostexport.models.checkpoints import save_checkpoint
-from ghostexport.models.silence import hidden_progress_bars
+from ghostexport.models.silence import hidden_progress_bars, silenced
 from ghostexport.models.sources import resolve_source
 from ghostexport.models.variants import drop_blocks, insert_operators
 from ghostexport.operators import OperatorSet
@@ -94,20 +96,23 @@ def load_model(
 
     Raises:
         RecipeError: the source does not exist.
-        ModelLayoutError: not a decoder-only LM made of residual blocks, or not readable by transformers.
+        ModelLayoutError: not a decoder-only LM made of residual blocks, not readable by transformers, or its weights
+            are not those of its configuration.
     """
     execution = execution or Execution()
     folder = resolve_source(source, revision, execution)
     _require_causal(folder)
+    options = _placement(execution) | {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
     try:
-        with hidden_progress_bars():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), **_placement(execution)
+        with hidden_progress_bars(), silenced("transformers"):
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), **options
             )
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         raise ModelLayoutError(
             f"{folder} cannot be loaded as a causal language model: {error}", "Use a decoder-only causal LM."
         ) from error
+    _require_all_weights(model, info, folder, execution)
     model = model.eval() if execution.device == SPLIT else nn.Module.to(model, _device(execution)).eval()
     return from_memory(model, load_tokenizer(folder), str(folder))
 
@@ -194,6 +199,39 @@ def _require_causal(folder: Path) -> None:
         raise ModelLayoutError(
             f"{folder} holds {', '.join(names)}, not a causal language model.", "Use a decoder-only causal LM."
         )
+
+
+def _require_all_weights(model: Any, info: dict[str, Any], folder: Path, execution: Execution) -> None:
+    """Refuses a checkpoint of which parts would be random, or of whose blocks parts would be left out."""
+    blocks = next(name for name, module in model.named_modules() if module is find_blocks(model))
+    inside = re.compile(rf"(?:{re.escape(blocks)}|{re.escape(blocks.partition('.')[2] or blocks)})\.(\d+)\.")
+    config = model.config.get_text_config()
+    count = int(config.num_hidden_layers)
+    predicting = range(count, count + int(getattr(config, "num_nextn_predict_layers", None) or 0))
+    unused = sorted(info["unexpected_keys"])
+    indices = {name: int(found[1]) for name in unused if (found := inside.match(name))}
+    faults = {
+        "lacks tensors that its configuration names": sorted(info["missing_keys"]),
+        "holds tensors of other shapes than its configuration's": [
+            f"{name} {list(have)} for {list(wanted)}" for name, have, wanted in sorted(info["mismatched_keys"])
+        ],
+        "holds tensors of decoder blocks that its configuration does not name": [
+            name for name, index in indices.items() if index not in predicting
+        ],
+    }
+    for fault, names in faults.items():
+        if names:
+            raise ModelLayoutError(
+                f"The checkpoint {folder} {fault}: {_shown(names)}.",
+                "Copy all its weight files, and the config.json that belongs to them, again.",
+            )
+    if unused:
+        kind = "multi-token prediction" if all(indices.get(name) in predicting for name in unused) else "no use here"
+        execution.say(f"{len(unused)} tensors of the checkpoint are left out ({kind}): {_shown(unused)}")
+
+
+def _shown(names: Sequence[str], count: int = 4) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def _device(execution: Execution) -> torch.device:
