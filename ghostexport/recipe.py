@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ghostexport.errors import RecipeError
 
@@ -19,36 +19,14 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 #: Names that a recipe may use. The registries (``selection``, ``recovery``, ``runtimes``) must hold exactly these;
 #: ``tests/structure`` checks it. They stand here so that a recipe is validated without importing torch.
 CRITERIA = (
-    "streamline",
-    "streamline-channelwise",
-    "shortgpt",
-    "shortgpt-channelwise",
-    "angular",
-    "taylor",
-    "magnitude",
-    "perplexity",
-    "sleb",
-    "prune-and-comp",
-    "lorp",
-    "residual",
-    "residual-greedy",
-)
+    "streamline", "streamline-channelwise", "shortgpt", "shortgpt-channelwise", "angular", "taylor", "magnitude",
+    "perplexity", "sleb", "prune-and-comp", "lorp", "residual", "residual-greedy",
+)  # fmt: skip
 OPERATORS = (
-    "ghost",
-    "linearpatch-diag",
-    "linearpatch-rotate",
-    "ghost-weighted",
-    "ghost-affine",
-    "ghost-split",
-    "ghost-zero",
-    "none",
-    "prune-and-comp",
-    "replaceme-lstsq",
-    "replaceme-cosine",
-    "streamline-ffn",
-    "linearpatch-distilled",
-    "ghost-distilled",
-)
+    "ghost", "linearpatch-diag", "linearpatch-rotate", "ghost-weighted", "ghost-affine", "ghost-split",
+    "ghost-zero", "none", "prune-and-comp", "replaceme-lstsq", "replaceme-cosine", "streamline-ffn",
+    "linearpatch-distilled", "ghost-distilled",
+)  # fmt: skip
 RUNTIMES = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 
 #: Suffix of an operator's name: the blocks after the cut are refitted too (``ghost-weighted+refit``).
@@ -58,9 +36,31 @@ REFIT = "+refit"
 QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": ("ghost-split+refit",)}
 
 
+#: Validation context of a whole recipe: its sections leave the explaining to :func:`parse_recipe`.
+_WHOLE = "recipe"
+
+
 class _Section(BaseModel):
+    """Validated alike from YAML and from Python; lists count as tuples.
+
+    Raises:
+        RecipeError: an unknown key or a wrong value; the message names the valid ones and the nearest.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     resolved: ClassVar[tuple[str, ...]] = ()  #: keys that are read and resolved into others
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, data: Any, handler: Callable[[Any], Self], info: Any) -> Self:
+        if isinstance(data, dict):
+            data = {key: _tupled(value) for key, value in data.items()}
+        if info.context == _WHOLE:
+            return handler(data)
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise RecipeError("\n".join(_explain(cls, cls.__name__, e) for e in error.errors())) from None
 
 
 class ModelSection(_Section):
@@ -95,6 +95,11 @@ class SelectSection(_Section):
     protect_first: Annotated[int, Field(ge=0)] | None = None
     protect_last: Annotated[int, Field(ge=0)] | None = None
     base: str = "shortgpt"
+
+    @field_validator("criterion")
+    @classmethod
+    def _known(cls, criterion: str) -> str:
+        return require_name(criterion, CRITERIA, "criterion")
 
 
 class RecoverSection(_Section):
@@ -132,7 +137,7 @@ class RecoverSection(_Section):
     def _resolve(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        given = dict(data)
         quality, everywhere = given.pop("quality", None), given.pop("refit_downstream", None)
         if quality is not None:
             require_name(str(quality), QUALITIES, "quality")
@@ -141,9 +146,16 @@ class RecoverSection(_Section):
             names = given.get("operators", cls.model_fields["operators"].default)
             if not isinstance(everywhere, bool):
                 raise RecipeError(f"recover.refit_downstream: {everywhere!r} is not true or false.")
-            if isinstance(names, tuple) and all(isinstance(name, str) for name in names):  # else refused as a field
+            if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):  # else refused below
                 given["operators"] = tuple(base_operator(name) + REFIT * everywhere for name in names)
         return given
+
+    @field_validator("operators")
+    @classmethod
+    def _known(cls, operators: tuple[str, ...]) -> tuple[str, ...]:
+        for name in operators:
+            require_name(base_operator(name), OPERATORS, "operator")
+        return _once(operators, "operators")
 
 
 class ExportSection(_Section):
@@ -189,6 +201,13 @@ class BuildSection(_Section):
     opt_level: Annotated[int, Field(ge=0, le=5)] | None = None
     compute_capability: tuple[Annotated[str, Field(pattern=r"^(SM\d+|CURRENT)$")], ...] = ()
     providers: tuple[Literal["tensorrt", "nv-tensorrt-rtx", "cuda", "cpu"], ...] = ()
+
+    @field_validator("runtimes")
+    @classmethod
+    def _known(cls, runtimes: tuple[str, ...]) -> tuple[str, ...]:
+        for name in runtimes:
+            require_name(name, RUNTIMES, "runtime")
+        return _once(runtimes, "runtimes")
 
 
 #: What the presets of the benchmark measure; ``edge`` is the default. A key given beside ``preset`` wins over it.
@@ -248,8 +267,7 @@ class BenchSection(_Section):
         preset = data.get("preset", "edge") if isinstance(data, dict) else None
         if not isinstance(preset, str) or preset not in BENCH_PRESETS:
             return data
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        return BENCH_PRESETS[preset] | given
+        return BENCH_PRESETS[preset] | data
 
 
 class EvalSection(_Section):
@@ -313,22 +331,13 @@ def parse_recipe(data: Any, origin: str = "recipe") -> Recipe:
         RecipeError: the message names the field path, the valid names and the nearest one.
     """
     try:
-        recipe = Recipe.model_validate_json(json.dumps(data))
+        return Recipe.model_validate_json(json.dumps(data), context=_WHOLE)
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(origin, data, e) for e in error.errors())) from None
+        raise RecipeError("\n".join(_explain(Recipe, origin, e) for e in error.errors())) from None
     except TypeError as error:
         raise RecipeError(
             f"{origin}: {error}", "A recipe is plain YAML: mappings, lists, strings and numbers."
         ) from None
-    require_name(recipe.select.criterion, CRITERIA, "criterion")
-    for operator in recipe.recover.operators:
-        require_name(base_operator(operator), OPERATORS, "operator")
-    for runtime in recipe.build.runtimes:
-        require_name(runtime, RUNTIMES, "runtime")
-    for what, names in (("operators", recipe.recover.operators), ("runtimes", recipe.build.runtimes)):
-        if len(set(names)) != len(names):
-            raise RecipeError(f"{origin}: {what} are named twice: {', '.join(names)}.", "Name each once.")
-    return recipe
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -346,13 +355,14 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return data
 
 
-def require_name(name: str, valid: Iterable[str], what: str) -> None:
-    """Raises RecipeError with the nearest valid name when ``name`` is not in ``valid``."""
+def require_name(name: str, valid: Iterable[str], what: str) -> str:
+    """Returns ``name``, or raises RecipeError with the nearest valid name when it is not in ``valid``."""
     valid = tuple(valid)
     if name not in valid:
         near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise RecipeError(f"Unknown {what} {name!r}.", f"{hint}Valid: {', '.join(valid)}.")
+    return name
 
 
 def base_operator(name: str) -> str:
@@ -360,14 +370,24 @@ def base_operator(name: str) -> str:
     return name.removesuffix(REFIT)
 
 
-def _explain(origin: str, data: Any, error: Any) -> str:
-    path = ".".join(str(part) for depth, part in enumerate(error["loc"]) if depth < 2 or isinstance(part, int))
+def _tupled(value: Any) -> Any:
+    return tuple(_tupled(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _once(names: tuple[str, ...], what: str) -> tuple[str, ...]:
+    if len(set(names)) != len(names):
+        raise RecipeError(f"{what} are named twice: {', '.join(names)}.", "Name each once.")
+    return names
+
+
+def _explain(root: Any, origin: str, error: Any) -> str:
+    levels = 2 if root is Recipe else 1  # below a key, words name members of a union
+    path = ".".join(str(part) for depth, part in enumerate(error["loc"]) if depth < levels or isinstance(part, int))
     if error["type"] != "extra_forbidden":
         return f"{origin}: {path or 'recipe'}: {error['msg']} (got {error['input']!r})"
-    parent: Any = Recipe
     for part in error["loc"][:-1]:
-        parent = parent.model_fields[part].annotation
-    valid = (*parent.model_fields, *parent.resolved)
+        root = root.model_fields[part].annotation
+    valid = (*root.model_fields, *root.resolved)
     near = difflib.get_close_matches(str(error["loc"][-1]), valid, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{origin}: unknown key {path!r}.{hint} Valid: {', '.join(valid)}."

@@ -2,7 +2,18 @@ import pytest
 import yaml
 
 from ghostexport.errors import RecipeError
-from ghostexport.recipe import Recipe, parse_recipe, read_recipe, require_name
+from ghostexport.recipe import (
+    BenchSection,
+    BuildSection,
+    CalibrationSection,
+    ModelSection,
+    Recipe,
+    RecoverSection,
+    SelectSection,
+    parse_recipe,
+    read_recipe,
+    require_name,
+)
 
 MINIMAL = {"model": {"source": "smollm2"}, "select": {"prune": 7}}
 
@@ -61,3 +72,47 @@ def test_a_recipe_file_must_be_readable_yaml(tmp_path):
 def test_unknown_names_list_the_valid_ones():
     with pytest.raises(RecipeError, match="Valid: a, b"):
         require_name("zzz", ("a", "b"), "thing")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "says"),
+    [
+        (RecoverSection, {"operators": ("gost",)}, "Unknown operator 'gost'.\nDid you mean 'ghost'?"),
+        (RecoverSection, {"operators": ["ghost", "ghost"]}, "named twice"),
+        (RecoverSection, {"operatos": ["ghost"]}, "RecoverSection: unknown key 'operatos'. Did you mean 'operators'?"),
+        (RecoverSection, {"ridge": -1.0}, "RecoverSection: ridge: "),
+        (RecoverSection, {"quality": "bets"}, "Did you mean 'best'?"),
+        (SelectSection, {"criterion": "streamlin"}, "Unknown criterion 'streamlin'.\nDid you mean 'streamline'?"),
+        (SelectSection, {"spans": [[1, 2], [3]]}, "SelectSection: spans.1.1: "),
+        (BuildSection, {"runtimes": ["tensorrt_rtx"]}, "Did you mean 'tensorrt-rtx'?"),
+        (BuildSection, {"max_bach": 2}, "Did you mean 'max_batch'?"),
+        (BenchSection, {"preset": "quik"}, "BenchSection: preset: "),
+        (CalibrationSection, {"sequences": "many"}, "CalibrationSection: sequences: "),
+        (ModelSection, {"source": "x", "dtype": "int8"}, "ModelSection: dtype: "),
+        (
+            Recipe,
+            {"model": ModelSection(source="x"), "selekt": {}},
+            "Recipe: unknown key 'selekt'. Did you mean 'select'",
+        ),
+    ],
+)
+def test_a_section_made_in_python_is_refused_as_a_recipe_is(section, keys, says):
+    with pytest.raises(RecipeError) as caught:
+        section(**keys)
+    assert says in str(caught.value)
+
+
+def test_lists_count_as_tuples_and_give_the_section_that_yaml_gives():
+    sections = {
+        "select": {"spans": [[4, 6], [1, 2]]},
+        "recover": {"operators": ["ghost", "none"]},
+        "build": {"runtimes": ["onnxruntime"], "token_points": [8, 16]},
+        "bench": {"preset": "quick", "batches": [1, 2], "request": [8, 4]},
+    }
+    recipe = parse_recipe({"model": {"source": "x"}} | sections)
+    made = [SelectSection, RecoverSection, BuildSection, BenchSection]
+    for (name, keys), section in zip(sections.items(), made, strict=True):
+        assert section(**keys) == getattr(recipe, name)
+    assert BenchSection(preset="quick", batches=[1, 2]).repeats == 5  # what is not given is the preset's
+    assert SelectSection(spans=[[4, 6]]).spans == ((4, 6),)
+    assert RecoverSection(operators=["ghost"], refit_downstream=True).operators == ("ghost+refit",)
