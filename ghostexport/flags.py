@@ -41,6 +41,7 @@ class Flag:
 FLAGS: dict[str, Flag] = {
     "dtype": Flag("model", "dtype", str, "float32, float16 or bfloat16."),
     "revision": Flag("model", "revision", str, "Revision of a Hub repository."),
+    "trust_remote_code": Flag("model", "trust_remote_code", bool, "Run the Python code that a model's source brings."),
     "calibration": Flag("calibration", "source", str, "wikitext2, c4, ptb, demo, or a .txt/.jsonl/.parquet file."),
     "sequences": Flag("calibration", "sequences", int, "Calibration sequences."),
     "length": Flag("calibration", "length", int, "Tokens per sequence."),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,6 +192,10 @@ class OperatorSet:
     def adds_nodes(self) -> bool:
         """Whether anything is spliced at some boundary (or nothing is removed): False = a plain smaller model."""
         return not self.operators or any(operator.adds_nodes for operator in self.operators)
+
+    def without_folds(self) -> OperatorSet:
+        """What is left to insert into a model whose weights hold all that the operators replace and scale."""
+        return replace(self, operators=tuple(replace(o, folds=(), scale=None) for o in self.operators))
 
     def tensors(self) -> dict[str, FloatArray]:
         """All arrays by their file key, in deterministic order (see :func:`save_operators`)."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.execution import Execution
@@ -25,6 +26,9 @@ from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Recipe
 from ghostexport.runfolder import RunFolder, write_bytes, write_json
+
+if TYPE_CHECKING:
+    from ghostexport.models import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -50,19 +54,19 @@ def calibrate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
     """Draws token windows for calibration and, from other documents, held-out windows."""
     from ghostexport import calibration, models
 
-    tokenizer = models.load_tokenizer(_source(recipe, execution))
+    tokenizer = models.load_tokenizer(_source(recipe, execution), recipe.model.trust_remote_code)
     drawn, held_out = calibration.draw(recipe.calibration, tokenizer, execution)
     return [calibration.save(folder.calibration_path, drawn, held_out)]
 
 
 def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Chooses the spans to remove, or takes the ones in the recipe; may gather what ``recover`` needs on the way."""
-    from ghostexport import calibration, models
+    from ghostexport import calibration
     from ghostexport.recovery import statistics_file
     from ghostexport.selection.shared_pass import select_and_gather
 
     folder.statistics_path.unlink(missing_ok=True)
-    loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    loaded = _loaded(recipe, execution)
     drawn, _ = calibration.load(folder.calibration_path)
     plan, statistics = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
     if (checkpoints := folder.path / "checkpoint").exists():  # of an earlier plan, or of another model
@@ -84,7 +88,7 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
     from ghostexport.recovery import statistics_file
 
     plan = read_plan(folder)
-    loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    loaded = _loaded(recipe, execution)
     drawn, held_out = calibration.load(folder.calibration_path)
     request = recovery.shareable(recipe.recover, len(plan.removed))
     statistics = statistics_file.load(folder.statistics_path, loaded, drawn, plan, request) if request else None
@@ -98,17 +102,17 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
         write_bytes(folder.operators_path(name), operators.to_bytes())
         written.append(folder.operators_path(name))
         if not operators.adds_nodes:  # an ordinary model with fewer blocks: for any runtime that reads checkpoints
-            written += models.save_patched(loaded, plan, operators, folder.path / "checkpoint" / name)
+            written += models.save_model(models.patch(loaded, plan, operators), folder.path / "checkpoint" / name)
     return written
 
 
 def export(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Exports the dense model once, with KV cache."""
-    from ghostexport import exporters, models
+    from ghostexport import exporters
 
     name, reason = exporters.choose_exporter(recipe.export.exporter)
     execution.say(f"exporter: {name} ({reason})")
-    loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    loaded = _loaded(recipe, execution)
     graph = folder.graph_path("dense")
     exporters.export_model(loaded.model, graph, exporter=name, opset=recipe.export.opset, execution=execution)
     return [graph, graph.with_name(f"{graph.name}.data")]
@@ -141,7 +145,7 @@ def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     from ghostexport import models, verification
 
     plan = read_plan(folder)
-    dense = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    dense = _loaded(recipe, execution)
     reports = {}
     for done, variant in enumerate(recipe.variants):
         execution.progress("verify", done, len(recipe.variants))
@@ -154,11 +158,10 @@ def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
 
 def evaluate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Measures the quality of every variant on PyTorch and ONNX Runtime."""
-    from ghostexport import models
     from ghostexport.evaluation.stage import eval_run
 
     plan = read_plan(folder)
-    loaded = models.load_model(_source(recipe, execution), recipe.model.dtype, execution)
+    loaded = _loaded(recipe, execution)
     sets = {name: read_operators(folder, name) for name in recipe.recover.operators}
     return eval_run(folder, recipe, loaded, plan, {n: s for n, s in sets.items() if s is not None}, execution)
 
@@ -263,6 +266,15 @@ def _source(recipe: Recipe, execution: Execution) -> Path:
     from ghostexport import models
 
     return models.resolve_source(recipe.model.source, recipe.model.revision, execution)
+
+
+def _loaded(recipe: Recipe, execution: Execution) -> LoadedModel:
+    from ghostexport import models
+
+    section = recipe.model
+    return models.load_model(
+        section.source, section.dtype, execution, section.revision, trust_remote_code=section.trust_remote_code
+    )
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:

@@ -67,6 +67,7 @@ class ModelSection(_Section):
     source: str
     revision: str | None = None
     dtype: Dtype = "float32"
+    trust_remote_code: bool = False
 
 
 class CalibrationSection(_Section):

@@ -3,7 +3,7 @@
 from ghostexport.models.anatomy import Projections, find_mid, find_projections, right_multiply, set_right_multiply
 from ghostexport.models.blocks import check_layout, find_blocks, probe_tokens
 from ghostexport.models.checkpoints import save_checkpoint
-from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch, save_patched
+from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch, save_model
 from ghostexport.models.running import read_residuals
 from ghostexport.models.sources import resolve_source, source_files
 from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators
@@ -27,7 +27,7 @@ __all__ = [
     "resolve_source",
     "right_multiply",
     "save_checkpoint",
-    "save_patched",
+    "save_model",
     "set_right_multiply",
     "source_files",
 ]

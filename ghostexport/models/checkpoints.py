@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,13 @@ def convert_gguf(file: Path, execution: Execution) -> Path:
 
 
 @hidden_progress_bars()
-def save_checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
+def save_checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
     """Saves model and tokenizer so that both transformers 4.57 and 5 read the same rotary base and tokenizer.
 
     transformers 5 writes ``rope_parameters`` only, and 4.57 would silently fall back to ``rope_theta`` = 10000.
+    ``weights`` are those to write; None for all of the model's.
     """
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=weights)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in rope:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import re
 import shutil
 import tempfile
@@ -16,19 +17,28 @@ import torch
 import transformers
 from torch import nn
 
-from ghostexport.errors import ModelLayoutError, RecipeError, RuntimeUnavailableError
+from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
 from ghostexport.models.checkpoints import save_checkpoint
 from ghostexport.models.silence import hidden_progress_bars, silenced
 from ghostexport.models.sources import resolve_source
-from ghostexport.models.variants import drop_blocks, insert_operators
-from ghostexport.operators import OperatorSet
+from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators
+from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Dtype
+from ghostexport.runfolder import write_bytes, write_json
 
 #: ``Execution.device`` of a model spread over devices, memory and disk.
 SPLIT = "split"
+
+#: In a checkpoint of :func:`save_model`: operators that its weights cannot hold, and what marks the configuration.
+OPERATORS_FILE = "ghostexport.safetensors"
+_PATCHED = "ghostexport"
+
+#: What transformers says where a source needs its own code, and what the user can do.
+_UNTRUSTING = "trust_remote_code"
+_UNTRUSTED = "It needs Python code that it brings. Read the code; to have it run, give --trust-remote-code."
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -42,12 +52,30 @@ class LoadedModel:
         tokenizer: its tokenizer; None when the source has none.
         source: folder it came from, or a name.
         sha256: fingerprint of dtype, parameter names, shapes and a sample of the values, whatever the source's form.
+            Of a patched model: that of the dense one.
+        dense: the model that this one was made of; None when it is no variant made here.
+        operators: what was put at its cuts; None for a dense model and a bare cut.
     """
 
     model: Any
     tokenizer: Any
     source: str
     sha256: str
+    dense: LoadedModel | None = None
+    operators: OperatorSet | None = None
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """New tokens, as ``model.generate`` of transformers: the same arguments, the same result."""
+        return self.model.generate(*args, **options)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The forward pass of the Hugging Face model."""
+        return self.model(*args, **options)
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the Hugging Face model."""
+        return self.model.config
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -83,7 +111,11 @@ class LoadedModel:
 
 
 def load_model(
-    source: str | Path, dtype: Dtype, execution: Execution | None = None, revision: str | None = None
+    source: str | Path,
+    dtype: Dtype,
+    execution: Execution | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads a decoder-only causal LM and its tokenizer.
 
@@ -93,6 +125,7 @@ def load_model(
         execution: its ``device`` is where the model goes; ``auto`` takes a GPU when there is one; ``split`` spreads a
             model that fits no single device over all of them, memory and disk (accelerate), for select and recover.
         revision: of a Hub repository.
+        trust_remote_code: run the Python code that the source brings, where transformers has no class of its own.
 
     Raises:
         RecipeError: the source does not exist.
@@ -101,20 +134,26 @@ def load_model(
     """
     execution = execution or Execution()
     folder = resolve_source(source, revision, execution)
-    _require_causal(folder)
-    options = _placement(execution) | {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
+    config = _causal_config(folder, trust_remote_code)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **_placement(execution)}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
     try:
         with hidden_progress_bars(), silenced("transformers"):
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), **options
+            read: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=getattr(torch, dtype), **options
             )
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         raise ModelLayoutError(
             f"{folder} cannot be loaded as a causal language model: {error}", "Use a decoder-only causal LM."
         ) from error
+    model, info = read
     _require_all_weights(model, info, folder, execution)
     model = model.eval() if execution.device == SPLIT else nn.Module.to(model, _device(execution)).eval()
-    return from_memory(model, load_tokenizer(folder), str(folder))
+    loaded = from_memory(model, load_tokenizer(folder, trust_remote_code), str(folder))
+    if not (beside := folder / OPERATORS_FILE).exists():
+        return loaded
+    operators = load_operators(beside)
+    return replace(loaded, model=insert_operators(loaded.model, operators), operators=operators)
 
 
 def from_memory(model: Any, tokenizer: Any = None, source: str = "memory") -> LoadedModel:
@@ -129,7 +168,7 @@ def from_memory(model: Any, tokenizer: Any = None, source: str = "memory") -> Lo
     return LoadedModel(model, tokenizer, source, _fingerprint(model))
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The folder's tokenizer, or None when it has none.
 
     Raises:
@@ -138,10 +177,11 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
         raise ModelLayoutError(
-            f"The tokenizer in {folder} cannot be read: {error}", "Copy the model's tokenizer files again."
+            f"The tokenizer in {folder} cannot be read: {error}",
+            _UNTRUSTED if _UNTRUSTING in str(error) else "Copy the model's tokenizer files again.",
         ) from error
 
 
@@ -151,18 +191,34 @@ def patch(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet | None = 
     model = drop_blocks(loaded.model, plan)
     if operators is not None:
         model = insert_operators(model, operators)
-    return replace(loaded, model=model)
+    return replace(loaded, model=model, dense=loaded, operators=operators)
 
 
-def save_patched(loaded: LoadedModel, plan: PrunePlan, operators: OperatorSet, folder: Path) -> list[Path]:
-    """Writes the variant as an ordinary checkpoint that stock transformers loads; returns its files.
+def save_model(loaded: LoadedModel, folder: Path) -> list[Path]:
+    """Writes a model and its tokenizer as a checkpoint, and returns its files. The folder is complete or absent.
 
-    Requires: the operators add no nodes, only new weights. The folder is complete or absent.
+    It is an ordinary checkpoint that stock transformers loads, unless the model's operators add nodes: no class of
+    transformers computes those. Then they are written beside the weights, into :data:`OPERATORS_FILE`, and the
+    configuration's ``model_type`` becomes ``ghostexport``, so that :func:`load_model` gives the model back, operators
+    included, and transformers refuses the folder where it would load the bare cut without a word.
+
+    Raises:
+        RunFolderError: the folder exists and is no checkpoint.
     """
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
+        raise RunFolderError(f"{folder} holds other files than a checkpoint.", "Name a new folder.")
+    operators = loaded.operators if loaded.operators is not None and loaded.operators.adds_nodes else None
+    inserted = tuple(f"{n}." for n, module in loaded.model.named_modules() if isinstance(module, BoundaryModule))
+    weights = {name: t for name, t in loaded.model.state_dict().items() if not name.startswith(inserted)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
     try:
-        save_checkpoint(patch(loaded, plan, operators).model, loaded.tokenizer, temporary)
+        save_checkpoint(loaded.model, loaded.tokenizer, temporary, weights if inserted else None)
+        if operators is not None:
+            write_bytes(temporary / OPERATORS_FILE, operators.without_folds().to_bytes())
+            config = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
+            config |= {"model_type": _PATCHED, _PATCHED: {"model_type": config["model_type"]}}
+            write_json(temporary / "config.json", config)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     finally:
@@ -180,14 +236,19 @@ def _placement(execution: Execution) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": memory, "offload_folder": str(folder)}
 
 
-def _require_causal(folder: Path) -> None:
+def _causal_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        path = folder / "config.json"
+        kept = json.loads(path.read_text(encoding="utf-8")) if (folder / OPERATORS_FILE).exists() else {}
+        if _PATCHED in kept:
+            config = transformers.AutoConfig.for_model(**kept | kept.pop(_PATCHED))
+        else:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
         raise ModelLayoutError(
             f"{folder / 'config.json'} is not a model configuration that transformers "
             f"{transformers.__version__} knows: {error}",
-            "Use a decoder-only causal LM, or a newer transformers.",
+            _UNTRUSTED if _UNTRUSTING in str(error) else "Use a decoder-only causal LM, or a newer transformers.",
         ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLayoutError(
@@ -199,6 +260,7 @@ def _require_causal(folder: Path) -> None:
         raise ModelLayoutError(
             f"{folder} holds {', '.join(names)}, not a causal language model.", "Use a decoder-only causal LM."
         )
+    return config
 
 
 def _require_all_weights(model: Any, info: dict[str, Any], folder: Path, execution: Execution) -> None:

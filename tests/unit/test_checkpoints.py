@@ -2,13 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from ghostexport import models
-from ghostexport.errors import ModelLayoutError
+from ghostexport.errors import ModelLayoutError, RunFolderError
 from ghostexport.execution import Execution
+from ghostexport.operators import Operator, OperatorSet, WeightFold
+from ghostexport.plan import PrunePlan
 from tests.tiny import tiny
 
 
@@ -79,3 +83,73 @@ def test_shapes_that_differ_are_refused_with_both(folder):
     configure(folder, intermediate_size=80)
     with pytest.raises(ModelLayoutError, match=r"layers\.0\.mlp\.down_proj\.weight \[64, 96\] for \[64, 80\]"):
         models.load_model(folder, "float32")
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "gemma3"])
+@pytest.mark.parametrize("form", ["delta", "factors", "mid", "fold", "scale"])
+def test_a_saved_variant_comes_back_with_the_same_logits_or_transformers_refuses_it(name, form, tmp_path):
+    loaded = models.from_memory(tiny(name))
+    plan = PrunePlan.from_spans(6, [(2, 4)])
+    rng = np.random.default_rng(0)
+    C = loaded.hidden_size
+    small = 0.1 * rng.standard_normal((C, C)).astype(np.float32)
+    shape = models.right_multiply(models.find_projections(loaded.model, 1).mlp_output).shape
+    fold = WeightFold(1, "mlp_output", rng.standard_normal(tuple(shape)).astype(np.float32))
+    forms = {
+        "delta": {"delta": small, "bias": small[0], "folds": (fold,)},
+        "factors": {"factors": (small[:, :4], small[:4])},
+        "mid": {"delta": small, "site": "mid"},
+        "fold": {"folds": (fold,)},
+        "scale": {"scale": 1.5},
+    }
+    if form == "mid" and name == "gemma3":
+        pytest.skip("a post-norm block has no value between attention and MLP to act on")
+    operator = Operator(plan.boundaries[0], "test", **forms[form])
+    patched = models.patch(loaded, plan, OperatorSet("test", (operator,), plan))
+    models.save_model(patched, tmp_path / "saved")
+
+    again = models.load_model(tmp_path / "saved", "float32", Execution(device="cpu"))
+    ids = torch.arange(3, 23)[None]
+    torch.testing.assert_close(again(ids).logits, patched(ids).logits, rtol=0, atol=0)
+    assert torch.equal(again.generate(ids, max_new_tokens=4), patched.generate(ids, max_new_tokens=4))
+    if form in ("fold", "scale"):  # an ordinary checkpoint
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        torch.testing.assert_close(plain(ids).logits, patched(ids).logits, rtol=0, atol=0)
+        assert again.operators is None
+    else:
+        with pytest.raises(ValueError, match="ghostexport"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        models.save_model(again, tmp_path / "twice")  # what was loaded can be saved
+        twice = models.load_model(tmp_path / "twice", "float32", Execution(device="cpu"))
+        torch.testing.assert_close(twice(ids).logits, patched(ids).logits, rtol=0, atol=0)
+
+
+def test_saving_never_replaces_a_folder_of_other_files(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunFolderError, match="holds other files"):
+        models.save_model(models.from_memory(tiny("llama")), tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-decoder"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_sources_own_code_runs_only_when_it_is_trusted(folder):
+    expected = models.load_model(folder, "float32")
+    (folder / "own.py").write_text(CODE)
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    configure(folder, model_type="own-decoder", architectures=["OwnForCausalLM"], auto_map=auto)
+    with pytest.raises(ModelLayoutError, match="--trust-remote-code"):
+        models.load_model(folder, "float32")
+    own = models.load_model(folder, "float32", trust_remote_code=True)
+    assert type(own.model).__name__ == "OwnForCausalLM"
+    ids = torch.arange(3, 23)[None]
+    torch.testing.assert_close(own(ids).logits, expected(ids).logits, rtol=0, atol=0)
