@@ -126,13 +126,12 @@ def surgery(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
     written = []
     for done, variant in enumerate(recipe.variants[1:]):
         execution.progress("surgery", done, len(recipe.variants) - 1)
-        graph, operators, dtype = folder.graph_path(variant), read_operators(folder, variant), None
+        graph, operators = folder.graph_path(variant), read_operators(folder, variant)
         if operators is not None:
             own, reason = operators.dtype_in(recipe.model.dtype)
             if own != recipe.model.dtype:
-                dtype = own
                 execution.say(f"surgery: the operator of {variant} computes in {own} ({reason})")
-        report = operate(folder.graph_path("dense"), plan, operators, graph, operator_dtype=dtype)
+        report = operate(folder.graph_path("dense"), plan, operators, graph)
         write_json(graph.with_suffix(".surgery.json"), report.to_json())
         written += [graph, graph.with_suffix(".surgery.json")]
         data = graph.with_name(f"{graph.name}.data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -93,6 +94,7 @@ class OnnxRuntime:
             inputs=interface.inputs,
             outputs=interface.outputs,
             extra={
+                "graph": os.path.relpath(graph, target.parent),
                 "optimisation": level,
                 "opset": interface.opset,
                 "build_peak_bytes": memory.nbytes,

@@ -44,7 +44,7 @@ def operate(
             where they are, in the source's data file. Another folder gets one compact data file of its own: references
             must not leave a folder, and ``onnx.load`` refuses hard links.
         self_contained: write the compact data file in the source's folder too.
-        operator_dtype: ``float32``, ``float16`` or ``bfloat16``; default: the dtype of the residual stream.
+        operator_dtype: ``float32``, ``float16`` or ``bfloat16``; default: see :meth:`OperatorSet.dtype_in`.
         kv_pattern: templates of the KV names, comma separated, where they are unusual (``cache_k_{},cache_v_{}``).
         dry_run: do everything but write.
 
@@ -65,6 +65,7 @@ def operate(
     own = self_contained or output.parent.resolve() != dense.parent.resolve()
     written, files = (0, []) if dry_run else graphfile.save_graph(model, output, changes.new, self_contained=own)
     return SurgeryReport(
+        path=output,
         source=dense.name,
         output=output.name,
         identity=False,
@@ -115,6 +116,9 @@ def cut_model(
         refusals.refuse_plan(layout, plan)
         streams.append(stream_type(layout))
         _check_operators(operators, streams[-1])
+        stored = next((name for name, dtype in splice.DTYPES.items() if dtype == streams[-1].dtype), None)
+        if operator_dtype is None and operators is not None and stored is not None:
+            operator_dtype, _ = operators.dtype_in(stored)
     changes = Changes(nodes_before=sum(1 for _ in model.graph.all_nodes()))
     for layout, stream in zip(layouts, streams, strict=True):
         _cut_body(model, layout, stream, plan, operators, operator_dtype, changes)
@@ -295,6 +299,7 @@ def _identity(dense: Path, plan: PrunePlan, output: Path, dry_run: bool) -> Surg
             shutil.copyfile(dense, temporary)
     nodes, size = sum(1 for _ in model.graph.all_nodes()), _weight_bytes(model)
     return SurgeryReport(
+        path=output,
         source=dense.name,
         output=output.name,
         identity=True,

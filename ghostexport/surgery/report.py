@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -42,6 +43,7 @@ class SurgeryReport:
     """Everything that changed.
 
     Attributes:
+        path: where the new graph was written (by a dry run: would be).
         source, output: file names.
         identity: nothing was asked for; the output is the source byte for byte.
         blocks_before, blocks_after: decoder blocks.
@@ -56,6 +58,7 @@ class SurgeryReport:
         data_files: external-data files the output refers to, by name in its folder.
     """
 
+    path: Path
     source: str
     output: str
     identity: bool
@@ -75,8 +78,9 @@ class SurgeryReport:
     data_files: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON-ready data, keys in declaration order."""
+        """Plain JSON-ready data, keys in declaration order; the path is left out."""
         data = asdict(self)
+        del data["path"]
         data["boundaries"] = [
             {key: list(value) if isinstance(value, tuple) else value for key, value in boundary.items()}
             for boundary in data["boundaries"]
