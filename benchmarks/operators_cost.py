@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import transformers
 
-from ghostexport import calibration, models, recovery, selection
+from ghostexport import calibration, models, recovery
 from ghostexport.execution import Execution
 from ghostexport.recipe import CalibrationSection, RecoverSection, SelectSection
 from ghostexport.recovery import statistics_file
-from ghostexport.selection.shared_pass import select_and_gather
+from ghostexport.selection.choosing import select, select_and_gather
 
 ONE = ("ghost",)
 SIX = ("ghost", "ghost-affine", "ghost-weighted", "linearpatch-diag", "linearpatch-rotate", "prune-and-comp")
@@ -43,7 +43,7 @@ def main() -> None:
         print(peak_bytes(arguments, arguments.measure_memory))
         return
     loaded, drawn, held_out = prepare(arguments, arguments.sequences)
-    plan = selection.select(loaded, drawn, SelectSection(spans=((12, 12 + arguments.prune),)))
+    plan = select(loaded, drawn, SelectSection(spans=((12, 12 + arguments.prune),)))
     seconds: dict[str, list[float]] = {"one": [], "six": []}
     for _ in range(arguments.repeats):
         for name, operators in (("one", ONE), ("six", SIX)):
@@ -76,7 +76,7 @@ def both_stages(arguments: argparse.Namespace, loaded: models.LoadedModel, drawn
         path = Path(folder) / "statistics.safetensors"
         for _ in range(arguments.repeats):
             started = time.perf_counter()
-            plan = selection.select(loaded, drawn, section)
+            plan = select(loaded, drawn, section)
             apart = recovery.recover(loaded, plan, drawn, held_out, six)
             seconds["apart"].append(time.perf_counter() - started)
             started = time.perf_counter()
@@ -126,7 +126,7 @@ def child_peak(count: int) -> int:
 def peak_bytes(arguments: argparse.Namespace, sequences: int) -> int:
     """Peak resident bytes of recovering six operators beyond what was resident before."""
     loaded, drawn, held_out = prepare(arguments, sequences)
-    plan = selection.select(loaded, drawn, SelectSection(spans=((12, 12 + arguments.prune),)))
+    plan = select(loaded, drawn, SelectSection(spans=((12, 12 + arguments.prune),)))
     loaded.model(input_ids=torch.from_numpy(drawn.tokens[:1].copy()))  # allocator and kernels warmed up
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak counter
     before = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

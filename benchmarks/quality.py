@@ -31,16 +31,16 @@ import transformers
 from quality_report import COMPARED, TRAINED, cell_name, render
 from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 
-from ghostexport import models, recovery, selection
+from ghostexport import models, recovery
 from ghostexport.calibration import CalibrationSet
-from ghostexport.evaluation.quality import measure, torch_forward
-from ghostexport.evaluation.sample import continuation
 from ghostexport.evaluation.tasks import ask
+from ghostexport.evaluation.text import continuation, measure, torch_forward
 from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import CRITERIA, REFIT, RecoverSection, SelectSection
 from ghostexport.runfolder import write_bytes, write_json
+from ghostexport.selection.choosing import select
 
 PARTS = ("repairs", "criteria", "sizes", "tasks")
 
@@ -189,7 +189,7 @@ class Bench:
                 plan = PrunePlan.from_blocks(found.num_blocks, order[:depth], criterion)
         if plan is None:
             section = SelectSection(criterion=criterion, prune=depth)
-            plan = selection.select(self.loaded, self.drawn(self.select_sequences), section, Execution())
+            plan = select(self.loaded, self.drawn(self.select_sequences), section, Execution())
         write_json(path, plan.to_json())
         print(time.strftime("%H:%M:%S"), criterion, plan, flush=True)
         return plan

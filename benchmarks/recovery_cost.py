@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import transformers
 
-from ghostexport import calibration, models, recovery, selection
+from ghostexport import calibration, models, recovery
 from ghostexport.execution import Execution
 from ghostexport.recipe import CalibrationSection, RecoverSection, SelectSection
+from ghostexport.selection.choosing import select
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
         print(peak_bytes(arguments, arguments.measure_memory))
         return
     loaded, drawn, held_out = prepare(arguments, arguments.sequences)
-    plan = selection.select(loaded, drawn, SelectSection(prune=arguments.prune))
+    plan = select(loaded, drawn, SelectSection(prune=arguments.prune))
     section = RecoverSection()
     forward, recover = [], []
     for _ in range(arguments.repeats):  # alternating, so that a busy machine slows both
@@ -98,7 +99,7 @@ def child_peak(count: int) -> int:
 def peak_bytes(arguments: argparse.Namespace, sequences: int) -> int:
     """Peak resident bytes of recovery beyond what was resident before it."""
     loaded, drawn, held_out = prepare(arguments, sequences)
-    plan = selection.select(loaded, drawn, SelectSection(spans=((12, 12 + arguments.prune),)))
+    plan = select(loaded, drawn, SelectSection(spans=((12, 12 + arguments.prune),)))
     first = drawn.tokens[:1].copy()
     loaded.model(input_ids=torch.from_numpy(first))  # allocator and kernels warmed up
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak counter

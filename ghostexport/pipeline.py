@@ -63,7 +63,7 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     """Chooses the spans to remove, or takes the ones in the recipe; may gather what ``recover`` needs on the way."""
     from ghostexport import calibration
     from ghostexport.recovery import statistics_file
-    from ghostexport.selection.shared_pass import select_and_gather
+    from ghostexport.selection.choosing import select_and_gather
 
     folder.statistics_path.unlink(missing_ok=True)
     loaded = _loaded(recipe, execution)

@@ -13,15 +13,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ghostexport.errors import RecipeError
+from ghostexport.selection.registry import CRITERIA
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 #: Names that a recipe may use. The registries (``selection``, ``recovery``, ``runtimes``) must hold exactly these;
 #: ``tests/structure`` checks it. They stand here so that a recipe is validated without importing torch.
-CRITERIA = (
-    "streamline", "streamline-channelwise", "shortgpt", "shortgpt-channelwise", "angular", "taylor", "magnitude",
-    "perplexity", "sleb", "prune-and-comp", "lorp", "residual", "residual-greedy",
-)  # fmt: skip
 OPERATORS = (
     "ghost", "linearpatch-diag", "linearpatch-rotate", "ghost-weighted", "ghost-affine", "ghost-split",
     "ghost-zero", "none", "prune-and-comp", "replaceme-lstsq", "replaceme-cosine", "streamline-ffn",

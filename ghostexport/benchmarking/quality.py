@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError
-from ghostexport.evaluation import QualityMeter
+from ghostexport.evaluation.text import QualityMeter
 from ghostexport.execution import Execution
 from ghostexport.runfolder import require_space
 from ghostexport.runtimes.base import Session

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ghostexport.evaluation.quality import WindowSums
+from ghostexport.evaluation.text import WindowSums
 
 #: Share of the resampled values inside an interval.
 CONFIDENCE = 0.95

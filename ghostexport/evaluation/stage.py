@@ -13,11 +13,10 @@ import torch
 
 from ghostexport import calibration, models
 from ghostexport.calibration import CalibrationSet
-from ghostexport.evaluation.boundaries import boundary_errors
 from ghostexport.evaluation.intervals import differences
-from ghostexport.evaluation.quality import Forward, QualityMeter, measure, torch_forward
-from ghostexport.evaluation.sample import continuation
+from ghostexport.evaluation.stream import boundary_errors
 from ghostexport.evaluation.tasks import ask, compare, summarise
+from ghostexport.evaluation.text import Forward, QualityMeter, continuation, measure, torch_forward
 from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import OperatorSet

@@ -1,10 +1,15 @@
-"""What a cut costs once it is repaired: shared by the criteria ``residual`` and ``residual-greedy``.
+"""Criteria that ask what a cut costs once it is repaired.
 
 Three quarters of the calibration sequences fit a token-weighted operator per span, the others judge it::
 
     error(s, e) = mean over judging tokens of ||x_e - x_s - x_s M||^2 / ||x_e||^2     from moments alone
 
-The held-out set that figures are reported on is never looked at.
+The best few are ranked again by the perplexity of the repaired model on the judging sequences, because the smallest
+error of the stream is not always the least harm. The held-out set that figures are reported on is never looked at.
+
+``residual`` removes the run of blocks whose loss the repair can undo best, of all runs of ``n``. ``residual-greedy``
+grows a beam of plans by one block per step, ranked by the sum of their spans' errors. Adjacent blocks merge into one
+span with one operator, so its plan ends contiguous where that is better.
 """
 
 from __future__ import annotations
@@ -16,20 +21,94 @@ import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import CalibrationError
-from ghostexport.evaluation import evaluate, torch_forward
+from ghostexport.evaluation.text import evaluate, torch_forward
 from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, patch, read_residuals
 from ghostexport.moments import BoundaryMoments, require_finite, token_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
+from ghostexport.recipe import SelectSection
 from ghostexport.recovery.cross_validation import median_diagonal
 from ghostexport.recovery.judging import JUDGES, judges
 from ghostexport.recovery.solving import solve_ridge
+from ghostexport.selection.registry import eligible_blocks, eligible_starts
 
 #: Ridge of the fits, relative to the median diagonal of the Gram matrix: three quarters of few sequences fit.
 RIDGE = 1e-3
 
+#: Plans that get a perplexity: of all runs, and of every step.
+FINALISTS = 4
+
+#: Plans kept after each step of the search.
+BEAM = 2
+
 Span = tuple[int, int]
+
+
+def residual(
+    loaded: LoadedModel, calibration: CalibrationSet, section: SelectSection, execution: Execution
+) -> PrunePlan:
+    """Scores all windows in one pass and the finalists by perplexity.
+
+    Raises:
+        RecipeError: the protected blocks leave no window.
+        CalibrationError: too few sequences or tokens, or non-finite activations.
+    """
+    count = section.prune or 0
+    spans = [(start, start + count) for start in eligible_starts(loaded.num_blocks, section)]
+    calibration.require_tokens_for(loaded.hidden_size, execution)
+    judge = Judge(loaded, calibration, execution)
+    judge.measure(spans)
+    ranked = sorted(spans, key=lambda span: judge.repairs[span].error)
+    perplexities = {}
+    for span in ranked[:FINALISTS]:
+        perplexities[span] = judge.perplexity(PrunePlan.from_spans(loaded.num_blocks, [span]))
+        execution.progress("select: finalists", len(perplexities), min(FINALISTS, len(ranked)))
+    best = min(perplexities, key=lambda span: perplexities[span])
+    scores = {
+        "windows": [[*span, judge.repairs[span].error] for span in spans],
+        "perplexity": [[*span, perplexity] for span, perplexity in perplexities.items()],
+        "best": perplexities[best],
+    }
+    return PrunePlan.from_spans(loaded.num_blocks, [best], "residual", scores)
+
+
+def residual_greedy(
+    loaded: LoadedModel, calibration: CalibrationSet, section: SelectSection, execution: Execution
+) -> PrunePlan:
+    """Grows the plan block by block; one pass of the dense model per step for the spans that are new.
+
+    Raises:
+        RecipeError: the protected blocks leave too few.
+        CalibrationError: too few sequences or tokens, or non-finite activations.
+    """
+    count = section.prune or 0
+    calibration.require_tokens_for(loaded.hidden_size, execution)
+    judge = Judge(loaded, calibration, execution)
+    beam = [PrunePlan(loaded.num_blocks)]
+    steps = []
+    for step in range(count):
+        plans = _grown(beam, section)
+        judge.measure((span.start, span.stop) for plan in plans for span in plan.removed)
+        finalists = sorted(plans, key=judge.error)[:FINALISTS]
+        perplexities = {plan.removed: judge.perplexity(plan) for plan in finalists}
+        beam = sorted(finalists, key=lambda plan: perplexities[plan.removed])[:BEAM]
+        best = [[span.start, span.stop] for span in beam[0].removed]
+        steps.append({"removed": best, "perplexity": perplexities[beam[0].removed], "error": judge.error(beam[0])})
+        execution.progress("select: blocks", step + 1, count)
+    blocks = [[*span, repair.error] for span, repair in sorted(judge.repairs.items()) if span[1] - span[0] == 1]
+    return PrunePlan(loaded.num_blocks, beam[0].removed, "residual-greedy", {"blocks": blocks, "steps": steps})
+
+
+def _grown(beam: list[PrunePlan], section: SelectSection) -> list[PrunePlan]:
+    """Every plan of the beam with one more eligible block removed, each cut once."""
+    grown = {}
+    for plan in beam:
+        removed = [block for span in plan.removed for block in range(span.start, span.stop)]
+        for block in set(eligible_blocks(plan.num_blocks, section)) - set(removed):
+            candidate = PrunePlan.from_blocks(plan.num_blocks, [*removed, block])
+            grown[candidate.removed] = candidate
+    return list(grown.values())
 
 
 @dataclass(frozen=True, eq=False)

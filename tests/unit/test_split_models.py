@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, recovery, selection
+from ghostexport import models, recovery
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import ModelLayoutError
 from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection, SelectSection
+from ghostexport.selection.choosing import select
 from tests.tiny import tiny_folder
 
 OPERATORS = ("ghost", "linearpatch-rotate", "ghost-split", "replaceme-lstsq")
@@ -29,7 +30,7 @@ def test_the_same_plan_and_operators_as_in_memory(tmp_path):
     for execution in (Execution(device="cpu"), Execution(device="split", memory={"cpu": 350_000})):
         loaded.append(models.load_model(folder, "float32", execution))
         section = SelectSection(criterion="streamline", prune=2)
-        plans.append(selection.select(loaded[-1], windows(0), section, execution))
+        plans.append(select(loaded[-1], windows(0), section, execution))
         recover = RecoverSection(operators=OPERATORS)
         sets.append(recovery.recover(loaded[-1], plans[-1], windows(0), windows(1, 3), recover, execution))
     offloaded = loaded[1].model

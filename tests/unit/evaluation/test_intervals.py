@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ghostexport.evaluation import WindowSums
 from ghostexport.evaluation.intervals import differences, paired_mean, resampled
+from ghostexport.evaluation.text import WindowSums
 
 
 def windows(losses, tokens=100):

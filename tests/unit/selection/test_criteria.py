@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, selection
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
+from ghostexport.selection.choosing import select
+from ghostexport.selection.registry import CRITERIA
 from tests.tiny import tiny
 
 NAMES = ("llama-tied", "gemma2", "gpt2", "gpt-neox", "olmo2")
@@ -37,7 +39,7 @@ def case(request, windows):
 
 
 def choose(loaded, windows, criterion, prune=2, **keys):
-    return selection.select(loaded, windows, SelectSection(criterion=criterion, prune=prune, **keys))
+    return select(loaded, windows, SelectSection(criterion=criterion, prune=prune, **keys))
 
 
 def cosine(a, b):
@@ -159,7 +161,7 @@ def test_the_papers_plus_protects_four_blocks_and_two(windows):
     assert len(removed_blocks(worst)) == 4
 
 
-@pytest.mark.parametrize("criterion", [name for name in selection.CRITERIA if not name.startswith("residual")])
+@pytest.mark.parametrize("criterion", [name for name in CRITERIA if not name.startswith("residual")])
 def test_scores_do_not_depend_on_the_batches(criterion, windows, monkeypatch):
     loaded = models.from_memory(tiny("qwen2"))
     keys = {"protect_first": 1, "protect_last": 1}

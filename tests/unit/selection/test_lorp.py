@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, selection
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.execution import Execution
 from ghostexport.recipe import SelectSection
-from ghostexport.selection.lorp import cluster, layer_spread, number_of_clusters, removal_order, similarities
+from ghostexport.selection.choosing import select
+from ghostexport.selection.cosines import cluster, layer_spread, number_of_clusters, removal_order, similarities
 from tests.tiny import tiny
 
 TOKENS = np.random.default_rng(0).integers(3, 128, (5, 30))
@@ -29,7 +30,7 @@ def test_similarities_are_mean_cosines_and_the_plan_follows():
     expected = np.array([[float((a * b).sum(1).mean()) for b in unit] for a in unit])
     S = similarities(loaded, windows, Execution())
     np.testing.assert_allclose(S, expected, atol=1e-5)
-    plan = selection.select(loaded, windows, SelectSection(criterion="lorp", prune=3))
+    plan = select(loaded, windows, SelectSection(criterion="lorp", prune=3))
     order = removal_order(S, cluster(S, number_of_clusters(layer_spread(S))), {1, 2, 3, 4})
     assert sorted(order[:3]) == [b for span in plan.removed for b in range(span.start, span.stop)]
     assert plan.scores["rls"] == pytest.approx(-np.log2(expected[np.triu_indices(6, 1)].mean()), rel=1e-4)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, selection
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError, RecoveryError
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
+from ghostexport.selection.choosing import select
 from tests.tiny import tiny
 
 TOKENS = np.random.default_rng(3).integers(3, 128, (6, 30))
@@ -80,7 +81,7 @@ def test_rounds_equal_the_published_loop(base):
     model = tiny("llama", rms_norm_eps=1e-9)
     loaded = models.from_memory(copy.deepcopy(model))
     section = SelectSection(criterion="prune-and-comp", base=base, prune=3, protect_first=1, protect_last=1)
-    plan = selection.select(loaded, WINDOWS, section)
+    plan = select(loaded, WINDOWS, section)
     removed, scales = published(model, base, 3)
     assert [r["removed"] for r in plan.scores["rounds"]] == removed
     np.testing.assert_allclose([r["scale"] for r in plan.scores["rounds"]], scales, rtol=1e-4)
@@ -90,8 +91,8 @@ def test_rounds_equal_the_published_loop(base):
 def test_protection_is_that_of_the_base_and_refusals():
     loaded = models.from_memory(tiny("llama"))
     with pytest.raises(RecipeError, match="first 4 and the last 2 are protected"):
-        selection.select(loaded, WINDOWS, SelectSection(criterion="prune-and-comp", base="taylor", prune=1))
+        select(loaded, WINDOWS, SelectSection(criterion="prune-and-comp", base="taylor", prune=1))
     with pytest.raises(RecipeError, match="Did you mean 'taylor'"):
-        selection.select(loaded, WINDOWS, SelectSection(criterion="prune-and-comp", base="tailor", prune=1))
+        select(loaded, WINDOWS, SelectSection(criterion="prune-and-comp", base="tailor", prune=1))
     with pytest.raises(RecoveryError, match="its blocks read the stream without a norm"):
-        selection.select(models.from_memory(tiny("olmo2")), WINDOWS, SelectSection(criterion="prune-and-comp", prune=2))
+        select(models.from_memory(tiny("olmo2")), WINDOWS, SelectSection(criterion="prune-and-comp", prune=2))

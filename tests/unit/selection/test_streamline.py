@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, selection
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError, RecipeError
 from ghostexport.plan import BlockSpan
-from ghostexport.recipe import CRITERIA, SelectSection
+from ghostexport.recipe import SelectSection
+from ghostexport.selection.choosing import select
+from ghostexport.selection.registry import CRITERIA, function
 from tests.tiny import CONFIGS, tiny
 
 
@@ -38,7 +40,7 @@ def direct_scores(model, windows, count):
 @pytest.mark.parametrize("count", [1, 3])
 def test_scores_and_choice(name, count, windows):
     loaded = models.from_memory(tiny(name))
-    plan = selection.select(loaded, windows, SelectSection(prune=count))
+    plan = select(loaded, windows, SelectSection(prune=count))
     expected = direct_scores(loaded.model, windows, count)
     scores = [score for _, _, score in plan.scores["windows"]]
     np.testing.assert_allclose(scores, expected, rtol=1e-6)
@@ -48,34 +50,35 @@ def test_scores_and_choice(name, count, windows):
 
 def test_protected_blocks_are_not_removed(windows):
     loaded = models.from_memory(tiny("llama"))
-    plan = selection.select(loaded, windows, SelectSection(prune=2, protect_first=1, protect_last=2))
+    plan = select(loaded, windows, SelectSection(prune=2, protect_first=1, protect_last=2))
     assert [(start, stop) for start, stop, _ in plan.scores["windows"]] == [(1, 3), (2, 4)]
     with pytest.raises(RecipeError, match="first 3 and the last 2 are protected"):
-        selection.select(loaded, windows, SelectSection(prune=2, protect_first=3, protect_last=2))
+        select(loaded, windows, SelectSection(prune=2, protect_first=3, protect_last=2))
 
 
 def test_spans_of_the_recipe_win(windows):
     loaded = models.from_memory(tiny("llama"))
-    plan = selection.select(loaded, windows, SelectSection(spans=((4, 6), (0, 1))))
+    plan = select(loaded, windows, SelectSection(spans=((4, 6), (0, 1))))
     assert plan.removed == (BlockSpan(0, 1), BlockSpan(4, 6)) and plan.criterion == "manual"
     for spans, message in [(((2, 2),), "empty"), (((4, 2),), "reversed"), (((5, 7),), "reaches past")]:
         with pytest.raises(RecipeError, match=message):
-            selection.select(loaded, windows, SelectSection(spans=spans))
+            select(loaded, windows, SelectSection(spans=spans))
 
 
 def test_bad_input(windows):
     loaded = models.from_memory(tiny("llama"))
     with pytest.raises(RecipeError, match="6 of 6 decoder blocks cannot be removed"):
-        selection.select(loaded, windows, SelectSection(prune=6))
+        select(loaded, windows, SelectSection(prune=6))
     with pytest.raises(RecipeError, match="Did you mean 'streamline'"):
-        selection.select(loaded, windows, SelectSection(prune=2, criterion="streamlin"))
+        select(loaded, windows, SelectSection(prune=2, criterion="streamlin"))
     with pytest.raises(CalibrationError, match="outside the model's vocabulary"):
-        selection.select(loaded, CalibrationSet.from_tokens([[500]]), SelectSection(prune=2))
+        select(loaded, CalibrationSet.from_tokens([[500]]), SelectSection(prune=2))
     with torch.no_grad():
         models.find_blocks(loaded.model)[2].mlp.down_proj.weight.mul_(float("nan"))
     with pytest.raises(CalibrationError, match="before block 3 holds NaN"):
-        selection.select(loaded, windows, SelectSection(prune=2))
+        select(loaded, windows, SelectSection(prune=2))
 
 
-def test_registry_holds_the_names_of_the_recipe():
-    assert tuple(selection.CRITERIA) == CRITERIA
+def test_every_row_of_the_registry_names_a_function():
+    for name in CRITERIA:
+        assert callable(function(name)), name

@@ -1,10 +1,11 @@
-"""Quality of a language model against text and against the dense model, accumulated window by window.
+"""Quality of a language model on text: its loss, its distance to the dense model, and what it writes.
 
 Logits are arrays from anywhere (PyTorch, ONNX Runtime, an engine); nothing of vocabulary size is kept between calls.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,14 +13,41 @@ from typing import Any
 
 import torch
 
-from ghostexport.calibration import CalibrationSet
+from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.execution import Execution
 
 #: Rows of logits turned into float64 log-probabilities at once: 256 x 150k x 8 B = 300 MB at the largest vocabularies.
 ROWS = 256
 
+#: The same of a loss in float32: 1024 x 150k x 4 B = 600 MB.
+LOSS_ROWS = 1024
+
 #: ``(B, T)`` int64 token ids and mask to ``(B, T, V)`` logits, as a NumPy array or tensor.
 Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
+
+
+def predicting(mask: torch.Tensor) -> torch.Tensor:
+    """The positions ``(B, T - 1)`` that count: real tokens before a real token, of a mask ``(B, T)`` bool."""
+    return mask[:, :-1] & mask[:, 1:]
+
+
+def predictions(logits: Any, tokens: torch.Tensor, mask: torch.Tensor, rows: int = ROWS) -> Iterator[tuple[Any, Any]]:
+    """Of the positions that count, logits ``[n, V]`` and the tokens ``[n]`` they should predict, ``n <= rows``.
+
+    Args:
+        logits: ``(B, T, V)``; position t predicts token t + 1, the last position predicts nothing.
+        tokens, mask: ``(B, T)`` int64 and bool.
+    """
+    counted = predicting(mask)
+    values = torch.as_tensor(logits)
+    here = values[:, :-1][counted.to(values.device)].split(rows)
+    yield from zip(here, tokens[:, 1:][counted].to(values.device).split(rows), strict=True)
+
+
+def losses(logits: torch.Tensor, batch: Batch) -> Iterator[tuple[torch.Tensor, int]]:
+    """Sums of the next-token loss, float32 nats, and how many tokens are in each; differentiable."""
+    for rows, wanted in predictions(logits, batch.input_ids, batch.mask, LOSS_ROWS):
+        yield torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="sum"), len(wanted)
 
 
 @dataclass(frozen=True)
@@ -72,18 +100,16 @@ class QualityMeter:
             reference: the dense model's logits of the same windows, for KL and agreement.
         """
         tokens = torch.as_tensor(tokens)
-        counted = torch.ones_like(tokens, dtype=torch.bool) if mask is None else torch.as_tensor(mask) != 0
-        counted = counted[:, :-1] & counted[:, 1:]
-        targets = tokens[:, 1:][counted]
+        real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else torch.as_tensor(mask) != 0
         sums = WindowSums()
         self.windows.append(sums)
-        pairs = zip(_rows(logits, counted), targets.split(ROWS), _rows(reference, counted), strict=False)
-        for rows, wanted, dense in pairs:
+        dense = itertools.repeat((None, None)) if reference is None else predictions(reference, tokens, real)
+        for (rows, wanted), (dense_rows, _) in zip(predictions(logits, tokens, real), dense, strict=False):
             log_q = rows.double().log_softmax(1)  # [n, V]
-            sums.nll -= float(log_q.gather(1, wanted[:, None].to(log_q.device)).sum())
+            sums.nll -= float(log_q.gather(1, wanted[:, None]).sum())
             sums.tokens += len(wanted)
-            if dense is not None:
-                log_p = dense.double().log_softmax(1).to(log_q.device)
+            if dense_rows is not None:
+                log_p = dense_rows.double().log_softmax(1).to(log_q.device)
                 sums.kl += float((log_p.exp() * (log_p - log_q)).sum())
                 sums.agree += int((log_p.argmax(1) == log_q.argmax(1)).sum())
                 sums.compared += len(wanted)
@@ -147,10 +173,17 @@ def torch_forward(model: Any) -> Forward:
     return forward
 
 
-def _rows(logits: Any, counted: torch.Tensor) -> Iterator[Any]:
-    """The counted positions of ``(B, T, V)`` logits as ``[<= ROWS, V]`` chunks; endless Nones without logits."""
-    if logits is None:
-        while True:
-            yield None
-    values = torch.as_tensor(logits)
-    yield from values[:, :-1][counted.to(values.device)].split(ROWS)
+@torch.no_grad()
+def continuation(model: Any, tokenizer: Any, prompt: torch.Tensor, tokens: int) -> str:
+    """The greedy continuation of ``prompt`` ``(1, T)`` int64 by at most ``tokens`` tokens, as text."""
+    prompt = prompt.to(next(model.parameters()).device)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=padding,
+    )
+    text: str = tokenizer.decode(ids[0, prompt.shape[1] :])
+    return text

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ghostexport.calibration import CalibrationSet
-from ghostexport.evaluation import QualityMeter, evaluate, torch_forward
+from ghostexport.evaluation.text import QualityMeter, evaluate, torch_forward
 from tests.tiny import tiny
 
 RANDOM = np.random.default_rng(0)

@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, recovery, selection
+from ghostexport import models, recovery
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution
 from ghostexport.recipe import RecoverSection, SelectSection
 from ghostexport.recovery.passes import Request, gather
-from ghostexport.selection.shared_pass import GUESSING, select_and_gather
+from ghostexport.selection.choosing import GUESSING, select, select_and_gather
+from ghostexport.selection.registry import CRITERIA
 from tests.tiny import tiny
 
 OPERATORS = ("ghost", "ghost-weighted", "ghost-affine", "linearpatch-diag", "linearpatch-rotate", "prune-and-comp")
 RECOVER = RecoverSection(operators=OPERATORS)
-WATCHABLE = tuple(name for name, criterion in selection.CRITERIA.items() if criterion.watchable)
+WATCHABLE = tuple(name for name, criterion in CRITERIA.items() if criterion.watchable)
 
 
 def windows(repeats, seed=0):
@@ -59,7 +60,7 @@ def test_the_criteria_of_one_plain_pass_can_be_watched():
 def test_plan_and_operators_are_those_of_separate_passes(name, criterion):
     loaded = models.from_memory(tiny(name))
     plan, statistics = shared(loaded, criterion=criterion)
-    assert plan == selection.select(loaded, CALIBRATION, SelectSection(criterion=criterion, prune=2))
+    assert plan == select(loaded, CALIBRATION, SelectSection(criterion=criterion, prune=2))
     assert statistics is not None and len(list(CALIBRATION.batches())) > 1
     for section in (RECOVER, RecoverSection(operators=OPERATORS, ridge=1e-3, rank=8, ratio="ratio-of-means")):
         apart = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section)
@@ -85,7 +86,7 @@ def test_both_stages_together_take_one_pass_and_an_eighth(loaded):
 
     count = len(CALIBRATION)
     assert sequences_through(loaded, both) == count // 8 + count + len(HELD_OUT)
-    plan = selection.select(loaded, CALIBRATION, SelectSection(prune=2))
+    plan = select(loaded, CALIBRATION, SelectSection(prune=2))
     alone = sequences_through(loaded, lambda: recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section))
     assert alone == count + len(HELD_OUT)
 
@@ -93,17 +94,17 @@ def test_both_stages_together_take_one_pass_and_an_eighth(loaded):
 def test_a_wrong_guess_leaves_no_statistics_and_the_same_plan(loaded):
     """Seven sequences that the whole set outvotes."""
     section = SelectSection(prune=1)
-    plans = {seed: selection.select(loaded, windows(1, seed), section).removed for seed in range(4)}
+    plans = {seed: select(loaded, windows(1, seed), section).removed for seed in range(4)}
     other = next(seed for seed in plans if plans[seed] != plans[0])
     tokens = np.concatenate([windows(1).tokens, *[windows(1, other).tokens] * (GUESSING - 1)])
     mixed = CalibrationSet.from_tokens(tokens, CALIBRATION.attention_mask)
     plan, statistics = shared(loaded, mixed, prune=1)
     assert plan.removed == plans[other] and statistics is None
-    assert plan == selection.select(loaded, mixed, section)
+    assert plan == select(loaded, mixed, section)
 
 
 @pytest.mark.parametrize(
-    "select, recover",
+    "chosen, recover",
     [
         ({"spans": ((2, 4),)}, {}),
         ({"criterion": "magnitude", "protect_first": 0, "protect_last": 0}, {}),
@@ -113,12 +114,12 @@ def test_a_wrong_guess_leaves_no_statistics_and_the_same_plan(loaded):
         ({}, {"operators": ("replaceme-lstsq",)}),
     ],
 )
-def test_nothing_is_guessed_or_gathered_where_nobody_could_use_it(loaded, select, recover):
+def test_nothing_is_guessed_or_gathered_where_nobody_could_use_it(loaded, chosen, recover):
     section = RecoverSection(**recover)
-    counted = SelectSection(**({"prune": 2} | select))
-    plain = sequences_through(loaded, lambda: selection.select(loaded, CALIBRATION, counted))
+    counted = SelectSection(**({"prune": 2} | chosen))
+    plain = sequences_through(loaded, lambda: select(loaded, CALIBRATION, counted))
     found = []
-    assert sequences_through(loaded, lambda: found.append(shared(loaded, section=section, **select))) == plain
+    assert sequences_through(loaded, lambda: found.append(shared(loaded, section=section, **chosen))) == plain
     assert found[0][1] is None
 
 

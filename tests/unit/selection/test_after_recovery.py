@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, selection
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError
 from ghostexport.execution import Execution
 from ghostexport.plan import BlockSpan
 from ghostexport.recipe import SelectSection
 from ghostexport.selection.after_recovery import RIDGE, Judge
+from ghostexport.selection.choosing import select
 from tests.tiny import tiny
 from tests.unit.recovery.synthetic import least_squares
 
@@ -53,7 +54,7 @@ def test_errors_are_those_of_a_dense_fit(windows):
 
 
 def test_residual_finds_the_harmless_run(windows):
-    plan = selection.select(harmless((2, 3)), windows, SelectSection(criterion="residual", prune=2))
+    plan = select(harmless((2, 3)), windows, SelectSection(criterion="residual", prune=2))
     assert plan.removed == (BlockSpan(2, 4),) and plan.criterion == "residual"
     assert len(plan.scores["windows"]) == 5 and len(plan.scores["perplexity"]) == 4
     best = min(plan.scores["windows"], key=lambda window: window[2])
@@ -72,7 +73,7 @@ def spoken(loaded):
 
 def test_residual_greedy_finds_harmless_blocks_apart():
     loaded = harmless((1, 4))
-    plan = selection.select(loaded, spoken(loaded), SelectSection(criterion="residual-greedy", prune=2))
+    plan = select(loaded, spoken(loaded), SelectSection(criterion="residual-greedy", prune=2))
     assert plan.removed == (BlockSpan(1, 2), BlockSpan(4, 5)) and plan.criterion == "residual-greedy"
     assert [len(step["removed"]) for step in plan.scores["steps"]] == [1, 2]
 
@@ -81,11 +82,11 @@ def test_protected_blocks_stay(windows):
     loaded = harmless((0, 5))
     for criterion in ("residual", "residual-greedy"):
         section = SelectSection(criterion=criterion, prune=2, protect_first=1, protect_last=1)
-        plan = selection.select(loaded, windows, section)
+        plan = select(loaded, windows, section)
         assert all(span.start >= 1 and span.stop <= 5 for span in plan.removed)
 
 
 def test_too_little_text_is_refused(windows):
     few = CalibrationSet.from_tokens(windows.tokens[:3].repeat(2, 1))
     with pytest.raises(CalibrationError, match="at least 4 calibration sequences"):
-        selection.select(harmless(()), few, SelectSection(criterion="residual", prune=2))
+        select(harmless(()), few, SelectSection(criterion="residual", prune=2))
