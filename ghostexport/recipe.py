@@ -24,7 +24,6 @@ OPERATORS = (
     "ghost-zero", "none", "prune-and-comp", "replaceme-lstsq", "replaceme-cosine", "streamline-ffn",
     "linearpatch-distilled", "ghost-distilled",
 )  # fmt: skip
-RUNTIMES = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 
 #: Suffix of an operator's name: the blocks after the cut are refitted too (``ghost-weighted+refit``).
 REFIT = "+refit"
@@ -204,6 +203,8 @@ class BuildSection(_Section):
     @classmethod
     def _known(cls, runtimes: tuple[str, ...]) -> tuple[str, ...]:
         for name in runtimes:
+            from ghostexport.runtimes import RUNTIMES  # reads recipes itself
+
             require_name(name, RUNTIMES, "runtime")
         return _once(runtimes, "runtimes")
 

@@ -251,7 +251,7 @@ class GraphRun:
     """
 
     def __init__(self, graph: Path) -> None:
-        from ghostexport.runtimes.onnxruntime import open_graph
+        from ghostexport.runtimes.ort.onnxruntime import open_graph
 
         self._session = open_graph(graph)
         self._inputs = {value.name: value for value in self._session.get_inputs()}

@@ -10,10 +10,9 @@ from ghostexport.operators import load_operators
 from ghostexport.recipe import BuildSection, require_name
 from ghostexport.runtimes.base import EngineFile, Runtime, Session
 from ghostexport.runtimes.interface import read_interface
-from ghostexport.runtimes.onnxruntime import OnnxRuntime
+from ghostexport.runtimes.nvinfer.flavours import TensorRT, TensorRTRTX
+from ghostexport.runtimes.ort.onnxruntime import OnnxRuntime
 from ghostexport.runtimes.sidecar import is_current, read_sidecar, require_intact
-from ghostexport.runtimes.tensorrt import TensorRT
-from ghostexport.runtimes.tensorrt_rtx import TensorRTRTX
 
 #: All runtimes, best first.
 RUNTIMES: dict[str, Runtime] = {

@@ -16,9 +16,8 @@ from ghostexport.errors import BuildError, RecipeError, RunFolderError, RuntimeU
 from ghostexport.execution import Execution
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES, current_engine
-from ghostexport.runtimes.diagnosis import explain
-from ghostexport.runtimes.nvinfer_load import create_runtime, load_plan
-from ghostexport.runtimes.nvinfer_log import capture_log
+from ghostexport.runtimes.nvinfer.diagnosis import capture_log, explain
+from ghostexport.runtimes.nvinfer.engine_loading import create_runtime, load_plan
 from ghostexport.runtimes.sidecar import read_sidecar
 from tests.runtime_graphs import dense_graph, variant_graph
 from tests.unit.runtimes.in_place import CAPACITY, in_place_graph

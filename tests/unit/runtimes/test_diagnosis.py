@@ -1,8 +1,8 @@
 import pytest
 
 from ghostexport.runtimes import default_runtime, doctor
-from ghostexport.runtimes.diagnosis import explain
 from ghostexport.runtimes.gpu import find_gpu
+from ghostexport.runtimes.nvinfer.diagnosis import explain
 
 NOISE = "[E] [checkMacros.cpp::catchCudaError::250] Error Code 1: Cuda Runtime (cudaError 35: insufficient)"
 

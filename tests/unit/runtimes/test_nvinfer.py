@@ -8,13 +8,13 @@ import pytest
 from ghostexport.errors import BuildError, RecipeError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.recipe import BuildSection
-from ghostexport.runtimes import RUNTIMES, nvinfer
+from ghostexport.runtimes import RUNTIMES
 from ghostexport.runtimes.generation import generate
 from ghostexport.runtimes.gpu import Gpu
-from ghostexport.runtimes.nvinfer_load import why_not_loadable
-from ghostexport.runtimes.nvinfer_session import NvSession
-from ghostexport.runtimes.tensorrt import TensorRT
-from ghostexport.runtimes.tensorrt_rtx import TensorRTRTX
+from ghostexport.runtimes.nvinfer import builder
+from ghostexport.runtimes.nvinfer.engine_loading import why_not_loadable
+from ghostexport.runtimes.nvinfer.flavours import TensorRT, TensorRTRTX
+from ghostexport.runtimes.nvinfer.nv_session import NvSession
 from tests.runtime_graphs import dense_graph, operators, variant_graph
 from tests.unit.runtimes.fake_vendor import HostDevice, Module
 from tests.unit.runtimes.vendor_listing import RELEASES, is_rtx, listing
@@ -28,8 +28,8 @@ def flavour(release, monkeypatch, gpu=GPU):
     runtime = TensorRTRTX() if is_rtx(release) else TensorRT()
     trt = Module(release)
     monkeypatch.setattr(type(runtime), "vendor", lambda self: trt)
-    for module in ("nvinfer", "tensorrt_rtx"):
-        monkeypatch.setattr(f"ghostexport.runtimes.{module}.find_gpu", lambda: gpu)
+    for module in ("builder", "flavours"):
+        monkeypatch.setattr(f"ghostexport.runtimes.nvinfer.{module}.find_gpu", lambda: gpu)
     return runtime, trt
 
 
@@ -274,7 +274,7 @@ def test_rtx_targets_are_checked_against_the_gpu(tmp_path, monkeypatch):
 def test_loading_without_a_gpu_says_why(tmp_path, monkeypatch):
     runtime, _ = flavour("tensorrt-10.3.0", monkeypatch)
     engine = build(runtime, dense_graph(), tmp_path)
-    monkeypatch.setattr(nvinfer, "find_gpu", lambda: "no NVIDIA driver here")
+    monkeypatch.setattr(builder, "find_gpu", lambda: "no NVIDIA driver here")
     with pytest.raises(RuntimeUnavailableError, match="no NVIDIA driver here"):
         runtime.load(engine, Execution())
 

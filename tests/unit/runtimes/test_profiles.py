@@ -3,7 +3,7 @@ import pytest
 from ghostexport.errors import RecipeError
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.base import Tensor
-from ghostexport.runtimes.profiles import plan_profiles
+from ghostexport.runtimes.nvinfer.profiles import plan_profiles
 
 INPUTS = (
     Tensor("input_ids", "int64", ("batch", "tokens")),

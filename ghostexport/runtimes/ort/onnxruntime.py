@@ -13,12 +13,11 @@ from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet
 from ghostexport.recipe import BuildSection
 from ghostexport.runfolder import require_space
-from ghostexport.runtimes import ort_weights
 from ghostexport.runtimes.base import Availability, EngineFile
-from ghostexport.runtimes.build_memory import PeakMemory
+from ghostexport.runtimes.building import PeakMemory, refuse_foreign
 from ghostexport.runtimes.interface import read_interface
-from ghostexport.runtimes.options import refuse_foreign
-from ghostexport.runtimes.ort_session import OrtSession
+from ghostexport.runtimes.ort import engine_files
+from ghostexport.runtimes.ort.ort_session import OrtSession
 from ghostexport.runtimes.sidecar import build_flags, file_sha256, remove_leftovers, require_intact, write_sidecar
 
 #: Our provider names, best first, and ONNX Runtime's.
@@ -75,7 +74,7 @@ class OnnxRuntime:
             PeakMemory() as memory,
         ):
             optimised = _optimise(ort, graph, Path(folder), level)
-            files = ort_weights.write_sharing(optimised, graph, engine)
+            files = engine_files.write_sharing(optimised, graph, engine)
         result = EngineFile(
             path=engine,
             runtime=self.name,
@@ -85,7 +84,7 @@ class OnnxRuntime:
             profiles={},
             flags=build_flags(settings),
             build_seconds=round(time.perf_counter() - started, 3),
-            plan_bytes=ort_weights.engine_bytes(engine),
+            plan_bytes=engine_files.engine_bytes(engine),
             weight_bytes=interface.weight_bytes,
             graph_sha256=file_sha256(graph),
             plan_sha256=file_sha256(engine),
@@ -138,7 +137,7 @@ class OnnxRuntime:
     def swap(self, engine: EngineFile, operators: OperatorSet, target: Path, execution: Execution) -> EngineFile:
         """See :class:`Runtime`. Every engine is swappable: the operators are initializers with public names."""
         require_intact(engine)
-        return ort_weights.swap(engine, operators, target)
+        return engine_files.swap(engine, operators, target)
 
 
 def installed_providers(ort: Any) -> tuple[str, ...]:

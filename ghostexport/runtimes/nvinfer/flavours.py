@@ -1,4 +1,8 @@
-"""TensorRT-RTX: GeForce and RTX PCs. Builds ahead of time, without a GPU; kernels are made on the user's machine."""
+"""The two flavours of the vendor's library, each imported here and nowhere else.
+
+TensorRT 10 and 11 (data centre, workstation, Jetson) need a GPU to build; TensorRT-RTX (GeForce, RTX PCs) builds ahead
+of time without one and makes its kernels on the user's machine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from ghostexport.execution import Execution
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.gpu import Gpu, find_gpu
 from ghostexport.runtimes.interface import Interface
-from ghostexport.runtimes.nvinfer import NvInfer
+from ghostexport.runtimes.nvinfer.builder import NvInfer
 
 
 class TensorRTRTX(NvInfer):
@@ -58,3 +62,15 @@ class TensorRTRTX(NvInfer):
                 "build.compute_capability CURRENT means the GPU of this machine, and there is none here.",
                 "Name the targets, such as SM86, SM89 or SM120.",
             )
+
+
+class TensorRT(NvInfer):
+    """The ``tensorrt`` module."""
+
+    name = "tensorrt"
+    title = "TensorRT"
+
+    def vendor(self) -> Any:
+        import tensorrt
+
+        return tensorrt

@@ -12,8 +12,7 @@ from ghostexport.errors import BuildError
 from ghostexport.operators import OperatorSet
 from ghostexport.runfolder import atomic_path, require_space, write_bytes
 from ghostexport.runtimes.base import EngineFile
-from ghostexport.runtimes.interface import external, load_graph
-from ghostexport.runtimes.operator_weights import operator_weights
+from ghostexport.runtimes.interface import external, load_graph, operator_weights
 from ghostexport.runtimes.sidecar import file_sha256, write_sidecar
 
 _CHUNK = 1 << 24

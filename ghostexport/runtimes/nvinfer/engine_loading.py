@@ -1,4 +1,4 @@
-"""Swapping operators in a refittable plan: deserialise, refit the ``ghost.{b}.*`` weights, serialise again."""
+"""Loading plans, after their sidecar was checked against this machine, and refitting them with other operators."""
 
 from __future__ import annotations
 
@@ -10,14 +10,75 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ghostexport.errors import BuildError
+from ghostexport.errors import BuildError, RuntimeUnavailableError
 from ghostexport.operators import OperatorSet
 from ghostexport.runfolder import atomic_path
 from ghostexport.runtimes.base import EngineFile
-from ghostexport.runtimes.nvinfer_load import create_runtime, load_plan
-from ghostexport.runtimes.nvinfer_log import capture_log
-from ghostexport.runtimes.operator_weights import operator_weights
+from ghostexport.runtimes.gpu import Gpu
+from ghostexport.runtimes.interface import operator_weights
+from ghostexport.runtimes.nvinfer.diagnosis import capture_log, explain
 from ghostexport.runtimes.sidecar import file_sha256, require_intact, write_sidecar
+
+
+def why_not_loadable(engine: EngineFile, runtime: str, version: str, gpu: Gpu) -> str | None:
+    """Why this machine should not load ``engine``, by its sidecar alone; None when nothing speaks against it.
+
+    Args:
+        engine: the sidecar.
+        runtime, version: the runtime that would load it.
+        gpu: the GPU it would run on.
+    """
+    if engine.runtime != runtime:
+        return f"it was built for {engine.runtime}, not for {runtime}"
+    built, have = _numbers(engine.version), _numbers(version)
+    if engine.flags["version_compatible"]:
+        if have < built:
+            return f"it was built with version {engine.version}, which is newer than {version} here"
+    elif built != have:
+        return f"it was built with version {engine.version}, here is {version}"
+    targets = engine.flags["compute_capability"]
+    if targets and targets != ["CURRENT"]:
+        if gpu.sm not in targets:
+            return f"it was built for {', '.join(targets)}, this GPU is {gpu.sm}"
+    elif engine.runtime == "tensorrt" or targets:
+        capability = engine.device.get("compute_capability")
+        ampere = engine.flags["hardware_compatibility"] == "ampere-plus" and _numbers(gpu.compute_capability) >= (8, 0)
+        if capability != gpu.compute_capability and not ampere:
+            return f"it was built on compute capability {capability}, this GPU has {gpu.compute_capability}"
+    driver = engine.device.get("driver")
+    if driver is not None and _numbers(driver)[0] > _numbers(gpu.driver)[0]:
+        return f"it was built with CUDA driver {driver}, this driver supports only {gpu.driver}"
+    return None
+
+
+def create_runtime(trt: Any, title: str, logger: Any) -> Any:
+    """The vendor's runtime object.
+
+    Raises:
+        RuntimeUnavailableError: there is no GPU or driver.
+    """
+    try:
+        return trt.Runtime(logger)
+    except (TypeError, RuntimeError) as error:
+        meaning, remedy = explain(f"{logger.text}\n{error}") or (str(error), "Run: ghostexport doctor")
+        raise RuntimeUnavailableError(f"{title} cannot start: {meaning}.", remedy) from error
+
+
+def load_plan(trt: Any, title: str, plan: Path, logger: Any, runtime: Any) -> Any:
+    """Deserialises a plan; ``runtime`` must outlive the result.
+
+    Raises:
+        RuntimeUnavailableError: this machine or version cannot load it; the log is in the message.
+    """
+    cuda_engine = runtime.deserialize_cuda_engine(plan.read_bytes())
+    if cuda_engine is None:
+        meaning, remedy = explain(logger.text) or ("the library refuses it", "Build the engine again on this machine.")
+        raise RuntimeUnavailableError(f"{title} cannot load {plan}: {meaning}.\n{logger.text}", remedy)
+    return cuda_engine
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def swap(trt: Any, title: str, engine: EngineFile, operators: OperatorSet, target: Path) -> EngineFile:

@@ -26,9 +26,8 @@ from ghostexport.errors import BuildError, RecipeError, RuntimeUnavailableError
 from ghostexport.kv_names import pair_kv
 from ghostexport.runfolder import write_bytes
 from ghostexport.runtimes.base import EngineFile, KVCache, Tensor
-from ghostexport.runtimes.nvinfer_layers import layer_information, layer_timer
-from ghostexport.runtimes.nvinfer_load import create_runtime, load_plan
-from ghostexport.runtimes.nvinfer_log import capture_log
+from ghostexport.runtimes.nvinfer.diagnosis import capture_log, layer_information, layer_timer
+from ghostexport.runtimes.nvinfer.engine_loading import create_runtime, load_plan
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,16 @@ from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet
 from ghostexport.recipe import BuildSection
 from ghostexport.runfolder import atomic_path, require_space
-from ghostexport.runtimes import nvinfer_options, nvinfer_refit
 from ghostexport.runtimes.base import Availability, EngineFile
-from ghostexport.runtimes.build_memory import PeakMemory
-from ghostexport.runtimes.cuda import Cuda
-from ghostexport.runtimes.diagnosis import explain
-from ghostexport.runtimes.gpu import Gpu, find_gpu
+from ghostexport.runtimes.building import PeakMemory, refuse_foreign
+from ghostexport.runtimes.gpu import Cuda, Gpu, find_gpu
 from ghostexport.runtimes.interface import Interface, read_interface
-from ghostexport.runtimes.nvinfer_load import why_not_loadable
-from ghostexport.runtimes.nvinfer_log import capture_log
-from ghostexport.runtimes.nvinfer_session import NvSession
-from ghostexport.runtimes.options import refuse_foreign
-from ghostexport.runtimes.profiles import Profile, plan_profiles, require_capacity
+from ghostexport.runtimes.nvinfer import build_config, engine_loading
+from ghostexport.runtimes.nvinfer.diagnosis import capture_log, explain
+from ghostexport.runtimes.nvinfer.engine_loading import why_not_loadable
+from ghostexport.runtimes.nvinfer.nv_session import NvSession
+from ghostexport.runtimes.nvinfer.profiles import Profile, plan_profiles, require_capacity, trtexec_lines
 from ghostexport.runtimes.sidecar import build_flags, file_sha256, remove_leftovers, require_intact, write_sidecar
-from ghostexport.runtimes.trtexec import trtexec_lines
 
 #: Host memory a build needs, as a multiple of the weights' bytes (reports of TensorRT-Edge-LLM users: three to four).
 _MEMORY_FACTOR = 4
@@ -105,7 +101,7 @@ class NvInfer:
             require_capacity(settings, interface.capacity)
         profiles = plan_profiles(settings, interface.inputs)
         self.refuse(settings, interface, execution)
-        nvinfer_options.refuse(trt, self.title, settings)
+        build_config.refuse(trt, self.title, settings)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
         require_space(target.parent, interface.weight_bytes, f"the {variant} engine")
@@ -169,7 +165,7 @@ class NvInfer:
 
     def swap(self, engine: EngineFile, operators: OperatorSet, target: Path, execution: Execution) -> EngineFile:
         """See :class:`Runtime`. Needs a GPU: the engine is refitted in device memory and serialised again."""
-        return nvinfer_refit.swap(self.module(), self.title, engine, operators, target)
+        return engine_loading.swap(self.module(), self.title, engine, operators, target)
 
 
 class _Work:
@@ -201,7 +197,7 @@ class _Work:
             raise RuntimeUnavailableError(f"{self.title} cannot create a builder: {meaning}.", remedy) from error
         network = self._parse(builder)
         config = builder.create_builder_config()
-        self.facts |= nvinfer_options.configure(trt, config, network, self.settings, self.execution, self.interface)
+        self.facts |= build_config.configure(trt, config, network, self.settings, self.execution, self.interface)
         for wanted in profiles:
             profile = builder.create_optimization_profile()
             try:
@@ -228,13 +224,13 @@ class _Work:
                 done = plan is not None
                 if done:
                     file.write(plan)
-        nvinfer_options.save_timing_cache(config, self.execution)
+        build_config.save_timing_cache(config, self.execution)
         if not done or path.stat().st_size == 0:
             raise self._error("the builder returned no plan")
 
     def _parse(self, builder: Any) -> Any:
         trt = self.trt
-        network = builder.create_network(nvinfer_options.creation_flags(trt))
+        network = builder.create_network(build_config.creation_flags(trt))
         parser = trt.OnnxParser(network, self.logger)
         self._alive.append(parser)
         if not parser.parse_from_file(str(self.graph)):
@@ -250,7 +246,7 @@ class _Work:
             raise self._error(f"the parser lost the operator's layers {missing}")
         self.facts = {
             "network_layers": len(layers),
-            "fused_attention": nvinfer_options.allow_decomposition(trt, network),
+            "fused_attention": build_config.allow_decomposition(trt, network),
             "operator_layers": list(self.interface.spliced_nodes),
             "operator_weights": {name: list(shape) for name, shape in self.interface.spliced.items()},
         }

@@ -1,8 +1,10 @@
-"""Known raw messages of TensorRT and its loaders, as one line each: what it means, and what to do."""
+"""What the vendor's library says: its log, known messages as one line each, and its layers with their times."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 #: (pattern in the raw text, what it means, what to do); the first match wins.
 _KNOWN: tuple[tuple[str, str, str], ...] = (
@@ -94,3 +96,50 @@ def explain(raw: str) -> tuple[str, str] | None:
         if re.search(pattern, text):
             return meaning, remedy
     return None
+
+
+_LIMIT = 400  # lines; a parser can warn once per node
+
+
+def capture_log(trt: Any) -> Any:
+    """A vendor logger with ``lines`` and ``text``: what was logged at WARNING or worse, oldest first."""
+
+    class Capture(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.lines: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            kind = {trt.ILogger.INTERNAL_ERROR: "F", trt.ILogger.ERROR: "E", trt.ILogger.WARNING: "W"}.get(severity)
+            if kind and len(self.lines) < _LIMIT:
+                self.lines.append(f"[{kind}] {message}")
+
+        @property
+        def text(self) -> str:
+            """Errors, or all lines when there is no error."""
+            errors = [line for line in self.lines if not line.startswith("[W]")]
+            return "\n".join(errors or self.lines)
+
+    return Capture()
+
+
+def layer_information(trt: Any, cuda_engine: Any, context: Any) -> dict[str, Any]:
+    """The inspector's JSON, ``{"Layers": [...], "Bindings": [...]}``, for the shapes that ``context`` is bound to."""
+    inspector = cuda_engine.create_engine_inspector()
+    inspector.execution_context = context
+    found: dict[str, Any] = json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    return found
+
+
+def layer_timer(trt: Any) -> Any:
+    """A vendor profiler with ``milliseconds``: layer name -> time, added up until it is replaced."""
+
+    class Timer(trt.IProfiler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+            self.milliseconds: dict[str, float] = {}
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            self.milliseconds[layer_name] = self.milliseconds.get(layer_name, 0.0) + ms
+
+    return Timer()

@@ -1,0 +1,1 @@
+"""ONNX Runtime: engines, sessions, and graphs run as they are."""
