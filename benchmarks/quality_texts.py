@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ LIMITS = (150_000, 20_000)
 Pools = dict[str, tuple[list[int], list[int]]]
 
 
-def pools(tokenizer: Any) -> Pools:
-    return {domain: _pool(domain, tokenizer) for domain in DOMAINS}
+def pools(tokenizer: Any, domains: Sequence[str] = DOMAINS) -> Pools:
+    return {domain: _pool(domain, tokenizer) for domain in domains}
 
 
 def held_out_windows(pools: Pools, count: int) -> dict[str, CalibrationSet]:

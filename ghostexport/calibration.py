@@ -170,7 +170,9 @@ def draw(
             f"{section.source} yields {len(pools[0])} calibration and {len(pools[1])} held-out tokens; {wanted[0]} and "
             f"{wanted[1]} are needed for {section.sequences} + {section.held_out_sequences} windows of "
             f"{section.length} tokens.",
-            "Use fewer or shorter sequences, or a larger source.",
+            "Use fewer or shorter sequences, or a larger source."
+            if sum(map(len, pools)) < sum(wanted)
+            else "A document goes whole to one of the two: cut long documents into several.",
         )
     sets = []
     for split, pool, need in zip(("calibration", "held-out"), pools, wanted, strict=True):

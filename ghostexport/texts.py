@@ -13,7 +13,8 @@ from typing import Any
 
 from ghostexport.errors import CalibrationError, RuntimeUnavailableError
 
-#: Text files have no documents: blank lines cut them into passages of at least this many characters.
+#: Text files have no documents: blank lines cut them into passages of at least this many characters, and line ends or
+#: spaces cut passages of more than twice as many.
 PASSAGE = 4000
 
 #: Shorter demo documents are stubs (a title and a see-also).
@@ -77,7 +78,16 @@ def _passages(text: str) -> list[str]:
         if len(current) >= PASSAGE:
             found.append(current)
             current = ""
-    return [*found, current]
+    return [piece for passage in (*found, current) for piece in _pieces(passage)]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    while len(text) > 2 * PASSAGE:
+        breaks = (text.find(mark, PASSAGE, 2 * PASSAGE) for mark in "\n ")
+        end = next((at + 1 for at in breaks if at >= 0), PASSAGE)
+        yield text[:end]
+        text = text[end:]
+    yield text
 
 
 def _read_jsonl(path: Path) -> list[str]:

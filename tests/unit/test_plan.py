@@ -31,6 +31,11 @@ def test_json_round_trip_and_identity_ignore_the_criterion():
     assert again.sha256 == PrunePlan.from_spans(8, [[2, 4]]).sha256 != PrunePlan.from_spans(8, [[2, 5]]).sha256
 
 
+def test_the_same_cut_of_another_depth_is_another_plan():
+    assert PrunePlan.from_spans(8, [[2, 4]]).sha256 != PrunePlan.from_spans(9, [[2, 4]]).sha256
+    assert PrunePlan(8).sha256 != PrunePlan(9).sha256
+
+
 def test_an_empty_plan_keeps_everything():
     plan = PrunePlan(4)
     assert plan.kept == (0, 1, 2, 3) and plan.boundaries == ()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ghostexport.calibration import CalibrationSet
-from ghostexport.evaluation.text import QualityMeter, evaluate, torch_forward
+from ghostexport.evaluation.text import QualityMeter, evaluate, losses, torch_forward
 from tests.tiny import tiny
 
 RANDOM = np.random.default_rng(0)
@@ -66,3 +66,14 @@ def test_without_reference_or_tokens():
     meter.add(LOGITS, TOKENS)
     quality = meter.result()
     assert quality.mean_kl is None and quality.top1_agreement is None and quality.tokens == 3 * 199
+
+
+def test_a_loss_counts_real_tokens_after_real_tokens_on_either_side_of_the_padding():
+    mask = np.ones_like(TOKENS)
+    mask[0, :60], mask[1, 150:], mask[2, 40:50] = 0, 0, 0
+    (batch,) = CalibrationSet.from_tokens(TOKENS, mask).batches()
+    parts = list(losses(torch.from_numpy(LOGITS), batch))
+    mean = sum(float(loss) for loss, _ in parts) / sum(count for _, count in parts)
+    perplexity, _, _, counted = expected(mask)
+    np.testing.assert_allclose(np.exp(mean), perplexity, rtol=1e-6)
+    assert sum(count for _, count in parts) == counted == 139 + 149 + 188

@@ -14,7 +14,7 @@ from ghostexport.errors import RecipeError
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
 from ghostexport.selection.choosing import select
-from ghostexport.selection.registry import CRITERIA
+from ghostexport.selection.registry import CRITERIA, best_run, lowest_blocks
 from tests.tiny import tiny
 
 NAMES = ("llama-tied", "gemma2", "gpt2", "gpt-neox", "olmo2")
@@ -173,3 +173,29 @@ def test_scores_do_not_depend_on_the_batches(criterion, windows, monkeypatch):
     assert one.removed == other.removed and one.criterion == criterion
     for key in ("windows", "blocks", "round 1", "round 2"):
         np.testing.assert_allclose(one.scores.get(key, 0), other.scores.get(key, 0), rtol=1e-5, atol=1e-7)
+
+
+def test_ties_go_to_the_first():
+    section = SelectSection(prune=2, protect_first=1, protect_last=1)
+    scores = [0.0, 3.0, 1.0, 3.0, 1.0, 1.0, 0.0]
+    assert removed_blocks(lowest_blocks("x", scores, section)) == [2, 4]
+    assert lowest_blocks("x", scores, section).scores["ranking"] == {"removed": [2, 4], "runners_up": [5, 1, 3]}
+    assert removed_blocks(best_run("x", 7, scores[:6], section)) == [1, 2]
+    ranking = best_run("x", 7, scores[:6], section, lowest=True).scores["ranking"]
+    assert [run[:2] for run in (ranking["chosen"], *ranking["runners_up"])] == [[2, 4], [4, 6], [1, 3], [3, 5]]
+
+
+def test_of_equal_losses_the_first_block_goes(windows):
+    """Blocks 2 and 4 do nothing, so the losses without either are equal to the last bit, and here the lowest."""
+    model = tiny("llama")
+    for index in (2, 4):
+        model.model.layers[index].self_attn.o_proj.weight.data.zero_()
+        model.model.layers[index].mlp.down_proj.weight.data.zero_()
+    loaded = models.from_memory(model)
+    few = CalibrationSet.from_tokens(windows.tokens[::8])
+    keys = {"prune": 1, "protect_first": 1, "protect_last": 1}
+    for name, base in (("sleb", {}), ("prune-and-comp", {"base": "perplexity"})):
+        plan = choose(loaded, few, name, **base, **keys)
+        scores = {block: score for block, _, score in plan.scores["round 1"] if 1 <= block <= 4}
+        assert scores[2] == scores[4] == min(scores.values())
+        assert removed_blocks(plan) == [2]

@@ -15,6 +15,7 @@ from ghostexport.errors import RecipeError, RecoveryError
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
 from ghostexport.selection.choosing import select
+from ghostexport.selection.trials import compensated
 from tests.tiny import tiny
 
 TOKENS = np.random.default_rng(3).integers(3, 128, (6, 30))
@@ -96,3 +97,19 @@ def test_protection_is_that_of_the_base_and_refusals():
         select(loaded, WINDOWS, SelectSection(criterion="prune-and-comp", base="tailor", prune=1))
     with pytest.raises(RecoveryError, match="its blocks read the stream without a norm"):
         select(models.from_memory(tiny("olmo2")), WINDOWS, SelectSection(criterion="prune-and-comp", prune=2))
+
+
+def test_the_scale_at_a_cut_is_the_product_over_its_blocks():
+    """Blocks 1, 2 and 4 of six: the stream is multiplied by 1.5 x 0.5 where block 3 begins, and by 3 before block 5."""
+    model = tiny("llama")
+    current = compensated(models.from_memory(model), PrunePlan.from_blocks(6, [1, 2, 4]), {4: 3.0, 1: 1.5, 2: 0.5})
+    by_hand = models.drop_blocks(model, PrunePlan.from_blocks(6, [1, 2, 4]))
+    for position, scale in ((1, 0.75), (2, 3.0)):
+        models.find_blocks(by_hand)[position].register_forward_pre_hook(
+            lambda module, args, kwargs, scale=scale: ((args[0] * scale, *args[1:]), kwargs), with_kwargs=True
+        )
+    ids = torch.from_numpy(TOKENS)
+    with torch.no_grad():
+        expected = by_hand(input_ids=ids).logits
+        torch.testing.assert_close(current.model(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-4)
+    assert len(current.blocks) == 3
