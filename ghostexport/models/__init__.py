@@ -1,6 +1,14 @@
 """Hugging Face causal LMs: loading, their decoder blocks, their residual stream, and cutting and patching them."""
 
-from ghostexport.models.anatomy import Projections, find_mid, find_projections, right_multiply, set_right_multiply
+from ghostexport.models.anatomy import (
+    Addition,
+    Anatomy,
+    find_anatomies,
+    find_mid,
+    find_projections,
+    right_multiply,
+    set_right_multiply,
+)
 from ghostexport.models.blocks import check_layout, find_blocks, probe_tokens
 from ghostexport.models.checkpoints import save_checkpoint
 from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch, save_model
@@ -9,11 +17,13 @@ from ghostexport.models.sources import resolve_source, source_files
 from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators
 
 __all__ = [
+    "Addition",
+    "Anatomy",
     "BoundaryModule",
     "LoadedModel",
-    "Projections",
     "check_layout",
     "drop_blocks",
+    "find_anatomies",
     "find_blocks",
     "find_mid",
     "find_projections",

@@ -15,14 +15,7 @@ import torch
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecoveryError
-from ghostexport.models.anatomy import (
-    find_all_projections,
-    find_mid,
-    find_post_norms,
-    find_projections,
-    right_multiply,
-    set_right_multiply,
-)
+from ghostexport.models.anatomy import find_anatomies, find_mid, find_projections, right_multiply, set_right_multiply
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
 from ghostexport.operators import Operator, OperatorSet, WeightFold
 from ghostexport.plan import PrunePlan
@@ -258,21 +251,26 @@ def scale_blocks(model: Any, factors: Mapping[int, float]) -> None:
     blocks behind it. Every block, and the head, reads the stream through a norm that ignores its magnitude; so the
     stream may as well go on as ``x + f_1 / alpha + f_2 / alpha + ...``. Embeddings are not touched.
 
-    The output projections (weights and biases) are scaled; in post-norm blocks (Gemma 2 and 3, OLMo 2), the gains of
-    the norms that follow them.
+    Where a norm stands behind a projection (Gemma 2 and 3, OLMo 2), its gain is scaled; else the projection is.
 
     Raises:
-        ModelLayoutError: a block has neither, such as a mixture of experts.
+        ModelLayoutError: a block adds something that has neither, such as a mixture of experts.
     """
-    for index, projections in find_all_projections(model, factors).items():
-        if projections.additive:
-            for module in {projections.attention_output, projections.mlp_output}:
-                module.weight = _scaled(module.weight, factors[index])
-                if module.bias is not None:
-                    module.bias = _scaled(module.bias, factors[index])
-        else:
-            for norm in find_post_norms(model, index):
-                _scale_gain(norm, factors[index])
+    for index, anatomy in find_anatomies(model, factors).items():
+        for addition in (anatomy.mixer, anatomy.mlp) if anatomy.mlp else (anatomy.mixer,):
+            if not anatomy.complete or (addition.norm is None and addition.projection is None):
+                raise ModelLayoutError(
+                    f"Block {index} of {type(model).__name__} adds something else than the results of projections or "
+                    "norms to its stream.",
+                    "Use an operator that acts at the boundary, such as ghost.",
+                )
+            if addition.norm is not None:
+                _scale_gain(addition.norm, factors[index])
+                continue
+            projection = addition.projection
+            projection.weight = _scaled(projection.weight, factors[index])
+            if projection.bias is not None:
+                projection.bias = _scaled(projection.bias, factors[index])
 
 
 def _scaled(parameter: torch.Tensor, factor: float) -> nn.Parameter:

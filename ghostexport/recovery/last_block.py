@@ -17,7 +17,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecoveryError
-from ghostexport.models import LoadedModel, Projections, find_mid, find_projections, right_multiply
+from ghostexport.models import Anatomy, LoadedModel, find_mid, find_projections, right_multiply
 
 _REMEDY = "Use an operator that acts at the boundary, such as ghost-weighted or ghost-weighted+refit."
 _REMEDY_ADDITIVE = "Use an operator that acts at the boundary, without +refit, such as ghost-weighted."
@@ -48,7 +48,7 @@ class LastBlock:
         return torch.cat([self.mid.double(), self.inner.double()], dim=-1)
 
 
-def additive_projections(loaded: LoadedModel, block: int, what: str) -> Projections:
+def additive_projections(loaded: LoadedModel, block: int, what: str) -> Anatomy:
     """The projections of a block whose output is the plain sum of its stream and their results.
 
     Raises:
@@ -68,7 +68,7 @@ def additive_projections(loaded: LoadedModel, block: int, what: str) -> Projecti
     return projections
 
 
-def last_kept(loaded: LoadedModel, block: int, what: str) -> tuple[Projections, nn.Module]:
+def last_kept(loaded: LoadedModel, block: int, what: str) -> tuple[Anatomy, nn.Module]:
     """The projections of the last kept block before a cut, and the module that reads its ``x_mid``.
 
     Raises:
