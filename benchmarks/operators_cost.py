@@ -26,10 +26,11 @@ from typing import Any
 import torch
 import transformers
 
-from ghostexport import calibration, models, recovery
+from ghostexport import calibration, models
 from ghostexport.execution import Execution
 from ghostexport.recipe import CalibrationSection, RecoverSection, SelectSection
-from ghostexport.recovery import statistics_file
+from ghostexport.recovery import gathered_file
+from ghostexport.recovery.recover import recover, shareable
 from ghostexport.selection.choosing import select, select_and_gather
 
 ONE = ("ghost",)
@@ -48,7 +49,7 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for name, operators in (("one", ONE), ("six", SIX)):
             started = time.perf_counter()
-            recovery.recover(loaded, plan, drawn, held_out, RecoverSection(operators=operators), Execution())
+            recover(loaded, plan, drawn, held_out, RecoverSection(operators=operators), Execution())
             seconds[name].append(time.perf_counter() - started)
     result = {
         "model": arguments.model,
@@ -77,16 +78,16 @@ def both_stages(arguments: argparse.Namespace, loaded: models.LoadedModel, drawn
         for _ in range(arguments.repeats):
             started = time.perf_counter()
             plan = select(loaded, drawn, section)
-            apart = recovery.recover(loaded, plan, drawn, held_out, six)
+            apart = recover(loaded, plan, drawn, held_out, six)
             seconds["apart"].append(time.perf_counter() - started)
             started = time.perf_counter()
             plan, gathered = select_and_gather(loaded, drawn, section, six, Execution())
             if gathered is None:
                 raise SystemExit("The guess of select was wrong on this model: there is no shared pass to measure.")
-            size = statistics_file.save(path, loaded, drawn, gathered).stat().st_size
-            request = recovery.shareable(six, len(plan.removed))
-            given = statistics_file.load(path, loaded, drawn, plan, request)
-            shared = recovery.recover(loaded, plan, drawn, held_out, six, statistics=given)
+            size = gathered_file.save(path, loaded, drawn, gathered).stat().st_size
+            request = shareable(six, len(plan.removed))
+            given = gathered_file.load(path, loaded, drawn, plan, request)
+            shared = recover(loaded, plan, drawn, held_out, six, gathered=given)
             seconds["shared"].append(time.perf_counter() - started)
             same.append(all(shared[name].sha256 == apart[name].sha256 for name in SIX))
     return {
@@ -130,7 +131,7 @@ def peak_bytes(arguments: argparse.Namespace, sequences: int) -> int:
     loaded.model(input_ids=torch.from_numpy(drawn.tokens[:1].copy()))  # allocator and kernels warmed up
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak counter
     before = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    recovery.recover(loaded, plan, drawn, held_out, RecoverSection(operators=SIX), Execution())
+    recover(loaded, plan, drawn, held_out, RecoverSection(operators=SIX), Execution())
     status = Path("/proc/self/status").read_text(encoding="ascii")
     peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
     return max(0, peak - before)

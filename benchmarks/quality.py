@@ -31,7 +31,7 @@ import transformers
 from quality_report import COMPARED, TRAINED, cell_name, render
 from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.tasks import ask
 from ghostexport.evaluation.text import continuation, measure, torch_forward
@@ -39,6 +39,7 @@ from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import CRITERIA, REFIT, RecoverSection, SelectSection
+from ghostexport.recovery.recover import recover
 from ghostexport.runfolder import write_bytes, write_json
 from ghostexport.selection.choosing import select
 
@@ -231,7 +232,7 @@ class Bench:
         section = RecoverSection(operators=names, refit_upstream=upstream)
         measured_on = CalibrationSet.from_tokens(self.held_out["wiki"].tokens[:4])
         held_out = self.guard if repairs[0] in TRAINED else measured_on
-        fitted = recovery.recover(self.loaded, plan, self.drawn(size), held_out, section, Execution())
+        fitted = recover(self.loaded, plan, self.drawn(size), held_out, section, Execution())
         for name, repair in zip(names, repairs, strict=True):
             write_bytes(self._path(plan, size, repair).with_suffix(".safetensors"), fitted[name].to_bytes())
 

@@ -15,7 +15,7 @@ from quality_figures import draw_criteria, draw_depths
 
 from ghostexport.evaluation.intervals import paired_average
 from ghostexport.evaluation.tasks import compare, summarise
-from ghostexport.recovery import OPERATORS as FAMILIES
+from ghostexport.recovery.registry import OPERATORS as KINDS
 from ghostexport.runfolder import write_bytes, write_json
 
 #: Geometric means: over the demo texts, and over prose alone (code and presidential messages are never calibrated on).
@@ -24,7 +24,7 @@ PROSE = ("wiki", "c4", "speeches")
 COMPARED = ("wiki", "code")  # of the comparison of criteria
 #: Trained, not solved: each is fitted by itself and keeps the state that is best on calibration windows of its own,
 #: on which its errors are measured too; those of the others are measured on held-out text.
-TRAINED = tuple(name for name, family in FAMILIES.items() if family.train is not None)
+TRAINED = tuple(name for name, kind in KINDS.items() if kind.train is not None)
 PREDICTED = 511  # tokens of a window
 RESAMPLES = 4000
 

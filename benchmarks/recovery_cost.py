@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import transformers
 
-from ghostexport import calibration, models, recovery
+from ghostexport import calibration, models
 from ghostexport.execution import Execution
 from ghostexport.recipe import CalibrationSection, RecoverSection, SelectSection
+from ghostexport.recovery.recover import recover
 from ghostexport.selection.choosing import select
 
 
@@ -36,10 +37,10 @@ def main() -> None:
     loaded, drawn, held_out = prepare(arguments, arguments.sequences)
     plan = select(loaded, drawn, SelectSection(prune=arguments.prune))
     section = RecoverSection()
-    forward, recover = [], []
+    forward, recovery = [], []
     for _ in range(arguments.repeats):  # alternating, so that a busy machine slows both
         forward.append(seconds(lambda: plain_forward(loaded, drawn, held_out)))
-        recover.append(seconds(lambda: recovery.recover(loaded, plan, drawn, held_out, section, Execution())))
+        recovery.append(seconds(lambda: recover(loaded, plan, drawn, held_out, section, Execution())))
     counts = [arguments.sequences, 4 * arguments.sequences]
     result = {
         "model": arguments.model,
@@ -47,8 +48,8 @@ def main() -> None:
         "operators": list(section.operators),
         "tokens": drawn.num_tokens + held_out.num_tokens,
         "forward_seconds": forward,
-        "recover_seconds": recover,
-        "ratio": statistics.median(recover) / statistics.median(forward),
+        "recover_seconds": recovery,
+        "ratio": statistics.median(recovery) / statistics.median(forward),
         "peak_bytes_beyond_model": {count: child_peak(count) for count in counts},
         "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -104,7 +105,7 @@ def peak_bytes(arguments: argparse.Namespace, sequences: int) -> int:
     loaded.model(input_ids=torch.from_numpy(first))  # allocator and kernels warmed up
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak counter
     before = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    recovery.recover(loaded, plan, drawn, held_out, RecoverSection(), Execution())
+    recover(loaded, plan, drawn, held_out, RecoverSection(), Execution())
     status = Path("/proc/self/status").read_text(encoding="ascii")
     peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
     return max(0, peak - before)

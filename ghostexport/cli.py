@@ -229,14 +229,14 @@ def doctor() -> None:
 def _run_to(
     goal: str, target: str, output: Path | None, recipe_file: Path | None, flags: dict[str, Any], **how: Any
 ) -> None:
-    from ghostexport import parallel, pipeline
+    from ghostexport import distributed, pipeline
     from ghostexport import show as screen
     from ghostexport.execution import Execution
 
     recipe, folder = resolve(target, output, recipe_file, flags)
-    with parallel.joined(folder, goal) as own:
-        how = how | {"device": parallel.own_device(how.get("device", "auto"))}
-        if not parallel.is_first():
+    with distributed.joined(folder, goal) as own:
+        how = how | {"device": distributed.own_device(how.get("device", "auto"))}
+        if not distributed.is_first():
             pipeline.run(recipe, own, Execution(**how), goal=goal)
             return
         with screen.display() as callbacks:

@@ -1,4 +1,4 @@
-"""Streaming statistics of a boundary: what a fit needs of the activations, in memory independent of their number."""
+"""Moments of a boundary, streamed: what a fit needs of the activations, in memory independent of their number."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def token_weights(post: torch.Tensor) -> torch.Tensor:
 
 
 class BoundaryMoments:
-    """Sufficient statistics of the least-squares fits of ``Delta = X_post - X_pre`` on ``X_pre``, or on any regressors.
+    """The sums that the least-squares fits of ``Delta = X_post - X_pre`` on ``X_pre``, or on any regressors, read.
 
     Rows are tokens with weights ``w`` (1 unless given); all sums are float64 on the device of the activations.
-    ``a + b`` are the moments of the concatenated tokens, so folds and ranks add up.
+    ``a + b`` are the moments of the concatenated tokens, so folds and processes add up.
 
     Attributes:
         gram: ``G = X' diag(w) X`` ``[R, R]``; ``R = C`` for the stream itself.
@@ -104,11 +104,6 @@ class BoundaryMoments:
     @property
     def channels(self) -> int:
         return len(self.sum_delta)
-
-    @property
-    def square_post(self) -> float:
-        """``sum w ||x_post||^2``, from ``||x + delta||^2``."""
-        return float(self.gram.trace() + 2 * self.cross.trace()) + self.square_delta
 
     def residual(self, M: torch.Tensor | None, b: torch.Tensor | None = None) -> float:
         """``sum w ||delta - x M - b||^2`` from the moments alone; ``M`` ``[R, C]``, ``b`` ``[C]``, None = zero."""

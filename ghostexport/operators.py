@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,8 @@ FLOAT16_LIMIT = 3e4
 FloatArray = NDArray[Any]
 FoldRole = Literal["attention_output", "mlp_output"]
 Site = Literal["boundary", "mid"]
+
+_NETWORK = ("network_w1", "network_b1", "network_w2", "network_b2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +99,19 @@ class Operator:
         return (self.delta, self.factors, self.diagonal, self.scale, self.network)
 
     @property
+    def arrays(self) -> dict[str, FloatArray]:
+        """What is spliced at the boundary, by its key in the operator file and its name in the graph."""
+        named = {"delta": self.delta, "diagonal": self.diagonal, "bias": self.bias}
+        if self.factors is not None:
+            named |= dict(zip(("factor_u", "factor_v"), self.factors, strict=True))
+        if self.network is not None:
+            named |= dict(zip(_NETWORK, self.network, strict=True))
+        return {key: array for key, array in named.items() if array is not None}
+
+    @property
     def adds_nodes(self) -> bool:
         """Whether anything is spliced into the graph (folds alone add nothing)."""
-        return any(a is not None for a in (self.delta, self.factors, self.diagonal, self.network, self.bias))
+        return bool(self.arrays)
 
     @property
     def matrix(self) -> FloatArray | None:
@@ -121,25 +134,92 @@ class Operator:
     @property
     def num_parameters(self) -> int:
         """Numbers added to the model (folds replace weights and count zero)."""
-        arrays = [self.delta, self.diagonal, self.bias, *(self.factors or ()), *(self.network or ())]
-        return sum(array.size for array in arrays if array is not None)
+        return sum(array.size for array in self.arrays.values())
 
-    def apply(self, x: FloatArray) -> FloatArray:
-        """``x + x @ M (+ b)`` for ``x`` ``(..., C)`` in the precision of the operands."""
-        y = x
-        if self.network is not None:
-            W1, b1, W2, b2 = self.network
-            result: FloatArray = np.maximum(x @ W1 + b1, 0) @ W2 + b2
-            return result
+    @property
+    def last_folds(self) -> tuple[WeightFold, ...]:
+        """The folds of the last kept block's MLP output projection."""
+        last = self.boundary.span.start - 1
+        return tuple(fold for fold in self.folds if fold.block == last and fold.role == "mlp_output")
+
+    @property
+    def reaches_inside(self) -> bool:
+        """Whether its effect at the boundary depends on the inside of the last kept block."""
+        return self.site == "mid" or bool(self.last_folds)
+
+    def apply(self, x: Any, last: Any = None) -> Any:
+        """What it makes of ``x`` ``(..., C)``, NumPy or torch: ``x + x @ M (+ b)`` in the precision of the operands.
+
+        Args:
+            x: the residual stream at the boundary; torch tensors make the operator's numbers their own dtype.
+            last: where it :attr:`reaches_inside`, the last kept block's ``mid`` (what ``M`` reads at that site),
+                ``inner`` ``h``, ``weight`` ``V0`` and ``bias``: a new down-projection ``V`` adds ``h (V - V0)``.
+        """
+        own = {key: _like(x, array) for key, array in self.arrays.items()}
         if self.scale is not None:
-            y = x * np.asarray(self.scale, x.dtype)
-        elif self.diagonal is not None:
-            y = x + x * self.diagonal
-        elif self.factors is not None:
-            y = x + (x @ self.factors[0]) @ self.factors[1]
-        elif self.delta is not None:
-            y = x + x @ self.delta
-        return y if self.bias is None else y + self.bias
+            return x * self.scale
+        if self.network is not None:
+            return network(x, own)
+        y = x
+        for fold in self.last_folds:
+            y = y + _like(x, last.inner) @ (_like(x, fold.weight) - _like(x, last.weight))
+            if fold.bias is not None:
+                y = y + _like(x, fold.bias) - (0 if last.bias is None else _like(x, last.bias))
+        change = linear(_like(x, last.mid) if self.site == "mid" else y, own)
+        y = y if change is None else y + change
+        return y if self.bias is None else y + own["bias"]
+
+
+def linear(x: Any, arrays: Mapping[str, Any]) -> Any:
+    """``x @ M`` for ``x`` ``(..., C)`` from ``arrays`` of its own library (:attr:`Operator.arrays`); None without M."""
+    if "delta" in arrays:
+        return x @ arrays["delta"]
+    if "factor_u" in arrays:
+        return (x @ arrays["factor_u"]) @ arrays["factor_v"]
+    return x * arrays["diagonal"] if "diagonal" in arrays else None
+
+
+def network(x: Any, arrays: Mapping[str, Any]) -> Any:
+    """``relu(x W1 + b1) W2 + b2`` from ``arrays`` of the library of ``x``."""
+    W1, b1, W2, b2 = (arrays[key] for key in _NETWORK)
+    return (x @ W1 + b1).clip(0) @ W2 + b2
+
+
+def _like(x: Any, values: Any) -> Any:
+    """``values`` for a sum with ``x``: as they are with NumPy, on the device and in the dtype of a torch tensor."""
+    if isinstance(x, np.ndarray):
+        return values
+    return x.new_tensor(values) if isinstance(values, np.ndarray) else values.to(x)
+
+
+def product(boundary: Boundary, singles: Sequence[Operator]) -> Operator:
+    """One operator that does what ``singles`` do one after the other: ``(I + M)(I + N) = I + (M + N + M N)``.
+
+    Raises:
+        RecoveryError: one folds weights, acts inside a block, or is no full matrix.
+    """
+    kind = singles[0].kind
+    if any(o.folds or o.site != "boundary" or o.factors is not None for o in singles):
+        raise RecoveryError(
+            f"--per-block does not apply to {kind}: its maps are no full matrices at the boundary.",
+            "Leave --per-block out, or use ghost or linearpatch.",
+        )
+    fit = {"blocks": [dict(o.fit) for o in singles]}
+    if all(o.scale is not None for o in singles):
+        return Operator(boundary, kind, scale=math.prod(o.scale or 1.0 for o in singles), fit=fit)
+    if all(o.diagonal is not None for o in singles):
+        gain = np.prod([1 + o.diagonal.astype(np.float64) for o in singles if o.diagonal is not None], axis=0)
+        return Operator(boundary, kind, diagonal=(gain - 1).astype(np.float32), fit=fit)
+    if not any(o.adds_nodes for o in singles):
+        return Operator(boundary, kind, fit=fit)
+    M, *others = [o.matrix.astype(np.float64) for o in singles if o.matrix is not None]
+    b, *biases = [None if o.bias is None else o.bias.astype(np.float64) for o in singles]
+    for N, c in zip(others, biases, strict=True):
+        M = M + N + M @ N
+        b = None if b is None or c is None else b + b @ N + c
+    return Operator(
+        boundary, kind, delta=M.astype(np.float32), bias=None if b is None else b.astype(np.float32), fit=fit
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,10 +281,7 @@ class OperatorSet:
         """All arrays by their file key, in deterministic order (see :func:`save_operators`)."""
         tensors: dict[str, FloatArray] = {}
         for b, operator in enumerate(self.operators):
-            named = {"delta": operator.delta, "diagonal": operator.diagonal, "bias": operator.bias}
-            if operator.factors is not None:
-                named |= {"factor_u": operator.factors[0], "factor_v": operator.factors[1]}
-            named |= dict(zip(_NETWORK, operator.network or (), strict=False))
+            named: dict[str, FloatArray | None] = dict(operator.arrays)
             if operator.scale is not None:
                 named["scale"] = np.array([operator.scale], np.float64)
             for fold in operator.folds:
@@ -260,8 +337,6 @@ def load_operators(path: Path) -> OperatorSet:
 
 
 _LARGEST = ("largest_x", "largest_change", "largest_y")
-
-_NETWORK = ("network_w1", "network_b1", "network_w2", "network_b2")
 _REMAKE = "The file was truncated or edited; make it again with: ghostexport recover RUN"
 
 
@@ -274,16 +349,14 @@ def _read_operator(b: int, boundary: Boundary, entry: Mapping[str, Any], tensors
             _, block, role, _ = key.split(".")
             folds.append(WeightFold(int(block), role, own[key], own.get(key.removesuffix("weight") + "bias")))  # type: ignore[arg-type]
     factors = (own["factor_u"], own["factor_v"]) if "factor_u" in own else None
-    network = (
-        (own["network_w1"], own["network_b1"], own["network_w2"], own["network_b2"]) if _NETWORK[0] in own else None
-    )
+    W1, b1, W2, b2 = (own.get(key, np.empty(0)) for key in _NETWORK)
     return Operator(
         boundary,
         entry["kind"],
         delta=own.get("delta"),
         factors=factors,
         diagonal=own.get("diagonal"),
-        network=network,
+        network=(W1, b1, W2, b2) if W1.size else None,
         scale=float(own["scale"][0]) if "scale" in own else None,
         bias=own.get("bias"),
         folds=tuple(sorted(folds, key=lambda f: (f.block, f.role))),

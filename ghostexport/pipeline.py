@@ -62,20 +62,20 @@ def calibrate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
 def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Chooses the spans to remove, or takes the ones in the recipe; may gather what ``recover`` needs on the way."""
     from ghostexport import calibration
-    from ghostexport.recovery import statistics_file
+    from ghostexport.recovery import gathered_file
     from ghostexport.selection.choosing import select_and_gather
 
     folder.statistics_path.unlink(missing_ok=True)
     loaded = _loaded(recipe, execution)
     drawn, _ = calibration.load(folder.calibration_path)
-    plan, statistics = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
+    plan, gathered = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
     if (checkpoints := folder.path / "checkpoint").exists():  # of an earlier plan, or of another model
         shutil.rmtree(checkpoints)
     write_json(folder.plan_path, plan.to_json())
-    if statistics is None:
+    if gathered is None:
         return [folder.plan_path]
     try:
-        statistics_file.save(folder.statistics_path, loaded, drawn, statistics)
+        gathered_file.save(folder.statistics_path, loaded, drawn, gathered)
     except RunFolderError as error:  # a convenience: recover makes its own pass without it
         execution.say(f"select: the statistics for recover were not kept. {error.message}")
         return [folder.plan_path]
@@ -84,19 +84,21 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
 
 def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Fits one operator per boundary and variant from streamed moments of the dense model."""
-    from ghostexport import calibration, models, recovery
-    from ghostexport.recovery import statistics_file
+    from ghostexport import calibration, models
+    from ghostexport.recovery import gathered_file
+    from ghostexport.recovery.recover import recover as fit_operators
+    from ghostexport.recovery.recover import shareable
 
     plan = read_plan(folder)
     loaded = _loaded(recipe, execution)
     drawn, held_out = calibration.load(folder.calibration_path)
-    request = recovery.shareable(recipe.recover, len(plan.removed))
-    statistics = statistics_file.load(folder.statistics_path, loaded, drawn, plan, request) if request else None
-    if statistics is None:
+    request = shareable(recipe.recover, len(plan.removed))
+    gathered = gathered_file.load(folder.statistics_path, loaded, drawn, plan, request) if request else None
+    if gathered is None:
         execution.say("recover: own pass over the calibration set (select left no statistics that serve it)")
     else:
         execution.say("recover: no own pass over the calibration set (select gathered the statistics in its pass)")
-    sets = recovery.recover(loaded, plan, drawn, held_out, recipe.recover, execution, statistics)
+    sets = fit_operators(loaded, plan, drawn, held_out, recipe.recover, execution, gathered)
     written = []
     for name, operators in sets.items():
         write_bytes(folder.operators_path(name), operators.to_bytes())

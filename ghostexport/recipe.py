@@ -13,17 +13,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ghostexport.errors import RecipeError
+from ghostexport.recovery.registry import OPERATORS
 from ghostexport.selection.registry import CRITERIA
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-
-#: Names that a recipe may use. The registries (``selection``, ``recovery``, ``runtimes``) must hold exactly these;
-#: ``tests/structure`` checks it. They stand here so that a recipe is validated without importing torch.
-OPERATORS = (
-    "ghost", "linearpatch-diag", "linearpatch-rotate", "ghost-weighted", "ghost-affine", "ghost-split",
-    "ghost-zero", "none", "prune-and-comp", "replaceme-lstsq", "replaceme-cosine", "streamline-ffn",
-    "linearpatch-distilled", "ghost-distilled",
-)  # fmt: skip
 
 #: Suffix of an operator's name: the blocks after the cut are refitted too (``ghost-weighted+refit``).
 REFIT = "+refit"

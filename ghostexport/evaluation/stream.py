@@ -30,9 +30,10 @@ from ghostexport.models import LoadedModel
 from ghostexport.moments import BoundaryMoments
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.recovery.fits.solving import solve_truncated
+from ghostexport.recovery.gathering import Request, gather, stream_boundaries
+from ghostexport.recovery.held_out import BoundaryErrors
 from ghostexport.recovery.last_block import LastBlock
-from ghostexport.recovery.passes import BoundaryErrors, Request, gather, reaches_inside, stream_boundaries
-from ghostexport.recovery.solving import solve_truncated
 
 
 def boundary_errors(
@@ -50,11 +51,11 @@ def boundary_errors(
         ``relative_error`` (mean over tokens of ``||error|| / ||x_post||``) without first tokens, and
         ``sink_relative_error`` of first tokens.
     """
-    statistics = gather(loaded, plan.boundaries, drawn, Request(), execution)
-    rungs = [{name: _map(s.boundary, name, M) for name, M in ladder(s.moments).items()} for s in statistics]
+    gathered = gather(loaded, plan.boundaries, drawn, Request(), execution)
+    rungs = [{name: _map(s.boundary, name, M) for name, M in ladder(s.moments).items()} for s in gathered]
     operators = [{name: found.operators[b.index] for name, found in sets.items()} for b in plan.boundaries]
     meters = [{key: _Apart() for key in ({**rungs[i], **operators[i]})} for i in range(len(plan.boundaries))]
-    inside = any(reaches_inside(operator) for named in operators for operator in named.values())
+    inside = any(operator.reaches_inside for named in operators for operator in named.values())
 
     def add(
         index: int, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None

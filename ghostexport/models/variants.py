@@ -17,7 +17,7 @@ from torch import nn
 from ghostexport.errors import ModelLayoutError, RecoveryError
 from ghostexport.models.anatomy import find_anatomies, find_mid, find_projections, right_multiply, set_right_multiply
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
-from ghostexport.operators import Operator, OperatorSet, WeightFold
+from ghostexport.operators import Operator, OperatorSet, WeightFold, linear, network
 from ghostexport.plan import PrunePlan
 
 #: Attributes of a block's modules that hold the block's own index (the KV cache is addressed by it).
@@ -100,34 +100,23 @@ class BoundaryModule(nn.Module):
 
     def __init__(self, operator: Operator, like: torch.Tensor) -> None:
         super().__init__()
-        factors = operator.factors or (None, None)
-        self.delta = _parameter(operator.delta, like)
-        self.factor_u = _parameter(factors[0], like)
-        self.factor_v = _parameter(factors[1], like)
-        self.diagonal = _parameter(operator.diagonal, like)
-        self.bias = _parameter(operator.bias, like)
-        self.network = None
-        if operator.network is not None:
-            self.network = nn.ParameterList(_parameter(array, like) for array in operator.network)
+        for key, array in operator.arrays.items():
+            values = torch.as_tensor(np.ascontiguousarray(array)).to(like)
+            self.register_parameter(key, nn.Parameter(values, requires_grad=False))
 
     def change(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ M (+ b)``, what the operator adds to ``x``."""
-        change: torch.Tensor | None = None
-        z = x.to(next(self.parameters()).dtype)
-        if self.delta is not None:
-            change = z @ self.delta
-        elif self.factor_u is not None and self.factor_v is not None:
-            change = (z @ self.factor_u) @ self.factor_v
-        elif self.diagonal is not None:
-            change = z * self.diagonal
-        if self.bias is not None:
-            change = self.bias.expand_as(z) if change is None else change + self.bias
+        own = dict(self.named_parameters())
+        z = x.to(next(iter(own.values())).dtype)
+        change: torch.Tensor | None = linear(z, own)
+        if "bias" in own:
+            change = own["bias"].expand_as(z) if change is None else change + own["bias"]
         return torch.zeros_like(x) if change is None else change.to(x.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.network is not None:
-            W1, b1, W2, b2 = self.network
-            y: torch.Tensor = torch.relu(x.to(W1.dtype) @ W1 + b1) @ W2 + b2
+        own = dict(self.named_parameters())
+        if "network_w1" in own:
+            y: torch.Tensor = network(x.to(own["network_w1"].dtype), own)
             return y.to(x.dtype)
         return x + self.change(x)
 
@@ -236,12 +225,6 @@ def _fold(model: Any, block: int | None, fold: WeightFold) -> None:
     weight = torch.as_tensor(np.ascontiguousarray(fold.weight)).to(projection.weight)
     bias = None if fold.bias is None else torch.as_tensor(fold.bias).to(weight)
     set_right_multiply(projection, weight, bias)
-
-
-def _parameter(array: Any, like: torch.Tensor) -> nn.Parameter | None:
-    if array is None:
-        return None
-    return nn.Parameter(torch.as_tensor(np.ascontiguousarray(array)).to(like), requires_grad=False)
 
 
 def scale_blocks(model: Any, factors: Mapping[int, float]) -> None:

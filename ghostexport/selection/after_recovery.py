@@ -28,9 +28,8 @@ from ghostexport.moments import BoundaryMoments, require_finite, token_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
-from ghostexport.recovery.cross_validation import median_diagonal
-from ghostexport.recovery.judging import JUDGES, judges
-from ghostexport.recovery.solving import solve_ridge
+from ghostexport.recovery.fits.solving import median_diagonal, solve_ridge
+from ghostexport.recovery.refit.judging import JUDGES, judges
 from ghostexport.selection.registry import eligible_blocks, eligible_starts
 
 #: Ridge of the fits, relative to the median diagonal of the Gram matrix: three quarters of few sequences fit.

@@ -1,7 +1,7 @@
 """From a model and calibration tokens to a plan, by the recipe's spans or by a criterion.
 
 What is cut is known only at the end of a criterion's pass. To spare ``recover`` a pass of its own it is guessed before,
-from a few of the sequences: while the criterion then reads all of them, the statistics of the guessed cuts are summed
+from a few of the sequences: while the criterion then reads all of them, the moments of the guessed cuts are summed
 up. Where the guess holds they are those of a pass of ``recover``, bit for bit: the same values in the same batches and
 order. Where it fails they are dropped, and ``recover`` makes its pass. So both stages together take ``1 + 1/8`` passes
 of the dense model instead of two.
@@ -15,8 +15,8 @@ from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection, SelectSection, require_name
-from ghostexport.recovery import shareable
-from ghostexport.recovery.passes import BoundaryStatistics, BoundaryWatch, into
+from ghostexport.recovery.gathering import BoundaryWatch, Gathered, into
+from ghostexport.recovery.recover import shareable
 from ghostexport.selection.cosines import Watch, unwatched
 from ghostexport.selection.registry import BASES, CRITERIA, best_run, eligible_blocks, function, lowest_blocks
 
@@ -81,12 +81,12 @@ def select_and_gather(
     section: SelectSection,
     recover: RecoverSection,
     execution: Execution,
-) -> tuple[PrunePlan, list[BoundaryStatistics] | None]:
+) -> tuple[PrunePlan, list[Gathered] | None]:
     """Chooses the blocks as :func:`select` does.
 
     Returns:
-        The plan, and the statistics of its boundaries as :func:`ghostexport.recovery.recover` takes them; None where
-        the criterion's pass cannot be watched, ``recover`` could not use them, or the guess was wrong.
+        The plan, and what was gathered at its boundaries, as :func:`ghostexport.recovery.recover.recover` takes it;
+        None where the criterion's pass cannot be watched, ``recover`` could not use it, or the guess was wrong.
 
     Raises:
         GhostExportError: as ``select``.
@@ -100,6 +100,6 @@ def select_and_gather(
     request = shareable(recover, len(guess.removed))
     if request is None:
         return select(loaded, calibration, section, execution), None
-    statistics = request.empty(loaded, guess.boundaries, calibration)
-    plan = select(loaded, calibration, section, execution, BoundaryWatch(guess.boundaries, into(statistics)))
-    return plan, statistics if plan.removed == guess.removed else None
+    gathered = request.empty(loaded, guess.boundaries, calibration)
+    plan = select(loaded, calibration, section, execution, BoundaryWatch(guess.boundaries, into(gathered)))
+    return plan, gathered if plan.removed == guess.removed else None

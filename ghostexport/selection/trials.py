@@ -36,7 +36,7 @@ from ghostexport.moments import MagnitudeRatios, require_finite
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
-from ghostexport.recovery.prune_and_comp import require_scalable
+from ghostexport.recovery.fits.magnitudes import require_scalable
 from ghostexport.selection.registry import RUNNERS_UP, eligible_blocks, function
 
 

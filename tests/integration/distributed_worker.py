@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torch import distributed
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.passes import Request, gather
+from ghostexport.recovery.gathering import Request, gather
+from ghostexport.recovery.recover import recover
 from tests.tiny import tiny
 
 OPERATORS = (
@@ -34,7 +35,7 @@ def work() -> dict:
     moments = [(m.gram, m.cross, m.sum_x, m.square_delta, m.weight, m.tokens) for m in folds]
     ratios = [s.ratios["identity"].mean_of_ratios for s in statistics]
     section = RecoverSection(operators=OPERATORS, ridge="cv")
-    sets = recovery.recover(loaded, plan, calibration, CalibrationSet.from_tokens(tokens[:3]), section)
+    sets = recover(loaded, plan, calibration, CalibrationSet.from_tokens(tokens[:3]), section)
     tensors = {name: found.tensors() for name, found in sets.items()}
     fits = {name: [dict(o.fit) for o in found.operators] for name, found in sets.items()}
     return {"moments": moments, "ratios": ratios, "tensors": tensors, "fits": fits}

@@ -46,7 +46,7 @@ def test_a_zero_node_variant_is_an_ordinary_checkpoint(cli, tmp_path, tiny_model
 
     The judge of a refit, which would leave nearly every weight of a random model as it is, is told to take them all.
     """
-    monkeypatch.setattr(importlib.import_module("ghostexport.recovery.refit"), "surely_less", lambda *sides: True)
+    monkeypatch.setattr(importlib.import_module("ghostexport.recovery.refit.walk"), "surely_less", lambda *sides: True)
     run = tmp_path / "run"
     arguments = ["--plan", "[[2, 4]]", "--operator", "ghost-zero", "--refit-downstream", "--calibration", text_file]
     code, _, err = cli("recover", tiny_model, "-o", run, *arguments, "--sequences", 16, "--length", 64)

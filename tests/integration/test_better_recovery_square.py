@@ -11,12 +11,13 @@ import numpy as np
 import onnx
 import pytest
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
+from ghostexport.models import right_multiply
 from ghostexport.operators import WeightFold
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.last_block import right_multiply
+from ghostexport.recovery.recover import recover
 from ghostexport.surgery import operate
 from ghostexport.verification import compare, verify
 
@@ -31,14 +32,14 @@ def windows(count, seed):
 @pytest.fixture
 def fitted(exported, monkeypatch):
     """``case, loaded, sets = fitted(name, kinds, dtype)``: the exported model and its operator sets."""
-    refit = importlib.import_module("ghostexport.recovery.refit")
+    refit = importlib.import_module("ghostexport.recovery.refit.walk")
     monkeypatch.setattr(refit, "surely_less", lambda after, before: True)
 
     def fit(name, kinds, dtype="float32", **section):
         case = exported(name, dtype)
         loaded = models.from_memory(case.model)
         section = RecoverSection(operators=kinds, **section)
-        return case, loaded, recovery.recover(loaded, PLAN, windows(24, 0), windows(4, 1), section)
+        return case, loaded, recover(loaded, PLAN, windows(24, 0), windows(4, 1), section)
 
     return fit
 

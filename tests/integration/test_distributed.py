@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ghostexport.operators import load_operators
-from ghostexport.recovery.solving import solve_ridge
+from ghostexport.recovery.fits.solving import solve_ridge
 from tests.integration.distributed_worker import work
 
 ROOT = Path(__file__).parents[2]

@@ -4,10 +4,11 @@ import numpy as np
 import onnx
 import pytest
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
+from ghostexport.recovery.recover import recover
 from ghostexport.surgery import operate
 from ghostexport.verification import verify
 
@@ -32,7 +33,7 @@ def test_fitted_operators_commute_with_the_export(exported, tmp_path, name, plac
     case = exported(name)
     loaded = models.from_memory(case.model)
     plan = PrunePlan.from_spans(6, PLANS[place])
-    sets = recovery.recover(loaded, plan, *WINDOWS, RecoverSection(operators=names, epochs=1))
+    sets = recover(loaded, plan, *WINDOWS, RecoverSection(operators=names, epochs=1))
     operate(case.path, plan, None, tmp_path / "pruned.onnx")
     pruned = onnx.load(tmp_path / "pruned.onnx", load_external_data=False)
     for operator in names:

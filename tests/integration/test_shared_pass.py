@@ -2,12 +2,13 @@
 
 import pytest
 
-from ghostexport import calibration, models, recovery
+from ghostexport import calibration, models
 from ghostexport.cli import resolve
 from ghostexport.errors import RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.pipeline import read_plan
 from ghostexport.pipeline import run as run_pipeline
+from ghostexport.recovery.recover import recover
 
 OPERATORS = ["ghost", "ghost-weighted", "ghost-affine", "linearpatch-diag", "linearpatch-rotate"]
 
@@ -36,7 +37,7 @@ def check_against_own_pass(recipe, folder):
     """The operators on disk are those of recovery with a pass of its own, bit for bit."""
     loaded = models.load_model(recipe.model.source, recipe.model.dtype, Execution(device="cpu"))
     drawn, held_out = calibration.load(folder.calibration_path)
-    for name, operators in recovery.recover(loaded, read_plan(folder), drawn, held_out, recipe.recover).items():
+    for name, operators in recover(loaded, read_plan(folder), drawn, held_out, recipe.recover).items():
         assert folder.operators_path(name).read_bytes() == operators.to_bytes(), name
 
 
@@ -87,7 +88,7 @@ def test_a_disk_too_full_for_the_statistics_stops_nothing(recovered, monkeypatch
     def full(*args):
         raise RunFolderError("The disk is full.", "Make room.")
 
-    monkeypatch.setattr("ghostexport.recovery.statistics_file.require_space", full)
+    monkeypatch.setattr("ghostexport.recovery.gathered_file.require_space", full)
     folder, said = recovered()
     assert not shared(said) and not folder.statistics_path.exists()
     assert "select: the statistics for recover were not kept. The disk is full." in said

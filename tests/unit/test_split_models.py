@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import ModelLayoutError
 from ghostexport.execution import Execution
@@ -32,7 +32,7 @@ def test_the_same_plan_and_operators_as_in_memory(tmp_path):
         section = SelectSection(criterion="streamline", prune=2)
         plans.append(select(loaded[-1], windows(0), section, execution))
         recover = RecoverSection(operators=OPERATORS)
-        sets.append(recovery.recover(loaded[-1], plans[-1], windows(0), windows(1, 3), recover, execution))
+        sets.append(recover(loaded[-1], plans[-1], windows(0), windows(1, 3), recover, execution))
     offloaded = loaded[1].model
     assert "disk" in offloaded.hf_device_map.values() and any(p.is_meta for p in offloaded.parameters())
     assert plans[0].removed == plans[1].removed
@@ -47,4 +47,4 @@ def test_the_same_plan_and_operators_as_in_memory(tmp_path):
         models.patch(loaded[1], plan)
     refit = RecoverSection(operators=("ghost+refit",))
     with pytest.raises(ModelLayoutError, match="a refit runs copies of its blocks"):
-        recovery.recover(loaded[1], plan, windows(0), windows(1, 3), refit)
+        recover(loaded[1], plan, windows(0), windows(1, 3), refit)

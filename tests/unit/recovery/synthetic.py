@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ghostexport.plan import PrunePlan
+from ghostexport.recovery.gathering import Gathered
 from ghostexport.recovery.last_block import LastBlock
-from ghostexport.recovery.passes import BoundaryStatistics
 
 C, INNER, SEQUENCES, LENGTH = 12, 20, 8, 60
 
@@ -32,7 +32,7 @@ class Planted:
         self.boundary = PrunePlan.from_spans(6, [[2, 4]]).boundaries[0]
         needs = ("weighted", "last-block")
         tokens = int(self.mask.sum())
-        self.statistics = BoundaryStatistics(self.boundary, C, tokens, (), folds, torch.device("cpu"), needs)
+        self.statistics = Gathered(self.boundary, C, tokens, (), folds, torch.device("cpu"), needs)
         for start in range(0, SEQUENCES, 3):
             rows = slice(start, start + 3)
             last = LastBlock(self.mid[rows], self.inner[rows], self.V0)

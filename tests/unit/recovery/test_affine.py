@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.affine import fit_affine
-from ghostexport.recovery.ghost import fit_ghost
+from ghostexport.recovery.fits.least_squares import fit_affine, fit_ghost
 from tests.unit.recovery.synthetic import Planted, least_squares
 
 

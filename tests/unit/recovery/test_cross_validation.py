@@ -6,9 +6,8 @@ import torch
 from ghostexport.errors import RecoveryError
 from ghostexport.moments import BoundaryMoments
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.affine import fit_affine
-from ghostexport.recovery.cross_validation import GRID, choose_ridge, left_out_errors, median_diagonal
-from ghostexport.recovery.ghost import fit_ghost
+from ghostexport.recovery.fits.least_squares import fit_affine, fit_ghost
+from ghostexport.recovery.fits.solving import GRID, choose_ridge, left_out_errors, median_diagonal
 from tests.unit.recovery.synthetic import Planted, least_squares
 
 

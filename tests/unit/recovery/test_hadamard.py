@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ghostexport.errors import RecoveryError
-from ghostexport.recovery.hadamard import hadamard
+from ghostexport.recovery.fits.hadamard import hadamard
 
 SIZES = [1, 2, 4, 12, 20, 28, 36, 44, 60, 64, 76, 84, 108, 140, 180, 284, 576, 768, 896, 960, 1536, 1600, 2048, 2880]
 

@@ -5,7 +5,7 @@ import torch
 
 from ghostexport.errors import RecoveryError
 from ghostexport.moments import BoundaryMoments
-from ghostexport.recovery.judging import RIDGES, choose_change, surely_less
+from ghostexport.recovery.refit.judging import RIDGES, choose_change, surely_less
 from tests.unit.recovery.synthetic import least_squares
 
 

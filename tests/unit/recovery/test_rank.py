@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.ghost import fit_ghost
-from ghostexport.recovery.rank import reduced_rank
+from ghostexport.recovery.fits.least_squares import fit_ghost
+from ghostexport.recovery.fits.solving import reduced_rank
 from tests.unit.recovery.synthetic import Planted
 
 

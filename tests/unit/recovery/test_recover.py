@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError, RecipeError, RecoveryError
 from ghostexport.execution import Execution
-from ghostexport.operators import Operator
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import OPERATORS, RecoverSection
-from ghostexport.recovery.ghost import fit_ghost
-from ghostexport.recovery.hadamard import hadamard
-from ghostexport.recovery.passes import BoundaryStatistics
-from ghostexport.recovery.solving import solve_ridge
+from ghostexport.recipe import RecoverSection
+from ghostexport.recovery.fits.hadamard import hadamard
+from ghostexport.recovery.fits.least_squares import fit_ghost
+from ghostexport.recovery.fits.solving import solve_ridge
+from ghostexport.recovery.gathering import Gathered, Request, gather
+from ghostexport.recovery.recover import recover
 from tests.tiny import CONFIGS, tiny
 
 PLANS = {"first": [[0, 2]], "middle": [[2, 4]], "last": [[4, 6]], "two": [[0, 1], [3, 5]]}
@@ -52,7 +52,7 @@ def pairs(loaded, span, tokens):
 def test_ghost_is_the_least_squares_operator_and_the_best_on_calibration(name, place):
     loaded = models.from_memory(tiny(name))
     plan = PrunePlan.from_spans(6, PLANS[place])
-    sets = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, ALL)
+    sets = recover(loaded, plan, CALIBRATION, HELD_OUT, ALL)
     assert list(sets) == list(ALL.operators)
     for boundary in plan.boundaries:
         X, Y, _ = pairs(loaded, boundary.span, CALIBRATION)
@@ -83,7 +83,7 @@ def check_figures(loaded, operator):
 def test_linearpatch_is_its_formula(name):
     loaded = models.from_memory(tiny(name))
     plan = PrunePlan.from_spans(6, [[2, 5]])
-    sets = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, ALL)
+    sets = recover(loaded, plan, CALIBRATION, HELD_OUT, ALL)
     X, Y, sequence = pairs(loaded, plan.removed[0], CALIBRATION)
 
     def scales(H):
@@ -107,7 +107,7 @@ def planted(seed=0, tokens=4000, C=64):
     X[0, ::500, 3] = 2500
     M = torch.randn(C, C, generator=random, dtype=torch.float64) / C**0.5
     boundary = PrunePlan.from_spans(6, [[2, 4]]).boundaries[0]
-    statistics = BoundaryStatistics(boundary, C, tokens, (), 1, torch.device("cpu"))
+    statistics = Gathered(boundary, C, tokens, (), 1, torch.device("cpu"))
     statistics.add(range(1), torch.ones(1, tokens, dtype=torch.bool), X, X + X @ M)
     return statistics, M
 
@@ -132,7 +132,7 @@ def test_normal_equations_hold():
 def test_no_change_gives_a_zero_operator():
     statistics, _ = planted()
     X = statistics.sample.pre[None].double()
-    same = BoundaryStatistics(statistics.boundary, 64, X.shape[1], (), 1, torch.device("cpu"))
+    same = Gathered(statistics.boundary, 64, X.shape[1], (), 1, torch.device("cpu"))
     same.add(range(1), torch.ones(X.shape[:2], dtype=torch.bool), X, X)
     assert not fit_ghost(same, RecoverSection()).delta.any()
 
@@ -140,8 +140,8 @@ def test_no_change_gives_a_zero_operator():
 def test_folds_add_up_and_are_by_sequence():
     loaded = models.from_memory(tiny("llama"))
     plan = PrunePlan.from_spans(6, [[2, 4]])
-    one = recovery.gather(loaded, plan.boundaries, CALIBRATION, recovery.Request(folds=1), Execution())[0]
-    four = recovery.gather(loaded, plan.boundaries, CALIBRATION, recovery.Request(folds=4), Execution())[0]
+    one = gather(loaded, plan.boundaries, CALIBRATION, Request(folds=1), Execution())[0]
+    four = gather(loaded, plan.boundaries, CALIBRATION, Request(folds=4), Execution())[0]
     torch.testing.assert_close(four.moments.gram, one.moments.gram, rtol=1e-12, atol=1e-9)
     assert [fold.tokens for fold in four.folds] == [int(CALIBRATION.attention_mask[i::4].sum()) for i in range(4)]
 
@@ -149,7 +149,7 @@ def test_folds_add_up_and_are_by_sequence():
 def test_operator_files_are_deterministic():
     loaded = models.from_memory(tiny("llama"))
     plan = PrunePlan.from_spans(6, [[2, 4]])
-    first, second = (recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, ALL) for _ in range(2))
+    first, second = (recover(loaded, plan, CALIBRATION, HELD_OUT, ALL) for _ in range(2))
     assert [s.sha256 for s in first.values()] == [s.sha256 for s in second.values()]
     assert first["ghost"].calibration_sha256 == CALIBRATION.sha256
     assert first["ghost"].operators[0].delta.dtype == np.float32
@@ -159,7 +159,7 @@ def test_patched_model_is_nearer_to_dense_than_pruned():
     """Fitted on held-out-like data, the operator brings the residual stream after the cut closer to the dense one."""
     loaded = models.from_memory(tiny("llama"))
     plan = PrunePlan.from_spans(6, [[2, 4]])
-    ghost = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, RecoverSection(operators=("ghost",)))["ghost"]
+    ghost = recover(loaded, plan, CALIBRATION, HELD_OUT, RecoverSection(operators=("ghost",)))["ghost"]
     ids = torch.from_numpy(HELD_OUT.tokens)
     dense = loaded.model(ids).logits
     errors = [
@@ -170,7 +170,7 @@ def test_patched_model_is_nearer_to_dense_than_pruned():
 
 def test_the_empty_plan_needs_no_operator():
     loaded = models.from_memory(tiny("llama"))
-    sets = recovery.recover(loaded, PrunePlan(6), CALIBRATION, HELD_OUT, ALL)
+    sets = recover(loaded, PrunePlan(6), CALIBRATION, HELD_OUT, ALL)
     assert all(s.operators == () for s in sets.values())
 
 
@@ -179,30 +179,25 @@ def test_bad_input():
     plan = PrunePlan.from_spans(6, [[2, 4]])
     few = windows(2, 0, padded=False)
     with pytest.raises(CalibrationError, match="120 calibration tokens are too few for hidden size 64: at least 128"):
-        recovery.recover(loaded, plan, few, HELD_OUT, ALL)
+        recover(loaded, plan, few, HELD_OUT, ALL)
     said = []
-    recovery.recover(loaded, plan, windows(4, 0, padded=False), HELD_OUT, ALL, Execution(say=said.append))
+    recover(loaded, plan, windows(4, 0, padded=False), HELD_OUT, ALL, Execution(say=said.append))
     assert "240 calibration tokens are few" in said[0]
     with pytest.raises(RecipeError, match="Did you mean 'ghost'"):
-        recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, RecoverSection(operators=("gost",)))
+        recover(loaded, plan, CALIBRATION, HELD_OUT, RecoverSection(operators=("gost",)))
     with pytest.raises(RecoveryError, match=r"condition number .* from 10 tokens for 64 channels"):
         solve_ridge(torch.ones(64, 64).double() * 1e12, torch.ones(64, 64).double(), 1e-6, 10)
     half = models.from_memory(tiny("llama").half())
     with torch.no_grad():
         models.find_blocks(half.model)[2].mlp.down_proj.weight.mul_(1e4)
     with pytest.raises(CalibrationError, match="float16"):
-        recovery.recover(half, plan, CALIBRATION, HELD_OUT, ALL)
-
-
-def test_registry_holds_the_names_of_the_recipe():
-    assert tuple(recovery.OPERATORS) == OPERATORS
-    assert Operator  # the type every family returns
+        recover(half, plan, CALIBRATION, HELD_OUT, ALL)
 
 
 def test_progress_is_reported():
     loaded = models.from_memory(tiny("llama"))
     calls = []
-    recovery.recover(
+    recover(
         loaded, PrunePlan.from_spans(6, [[2, 4]]), CALIBRATION, HELD_OUT, ALL,
         Execution(progress=lambda *call: calls.append(call)),
     )  # fmt: skip

@@ -12,15 +12,16 @@ import pytest
 import torch
 import transformers
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecoveryError
 from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.predictions import SEQUENCES, STRIDE
-from ghostexport.recovery.refit import _move, _Step, _Walk, steps
-from ghostexport.recovery.streams import SingleBlock, fill, open_streams
+from ghostexport.recovery.recover import recover
+from ghostexport.recovery.refit.judging import SEQUENCES, STRIDE
+from ghostexport.recovery.refit.streams import SingleBlock, fill, open_streams
+from ghostexport.recovery.refit.walk import _move, _Step, _Walk, steps
 from tests.tiny import tiny
 from tests.unit.recovery.synthetic import least_squares
 
@@ -34,9 +35,9 @@ def windows(count, seed):
 CALIBRATION, HELD_OUT = windows(48, 0), windows(6, 1)
 
 
-def recover(loaded, spans, name, **section):
+def recovered(loaded, spans, name, **section):
     plan = PrunePlan.from_spans(6, spans)
-    sets = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, RecoverSection(operators=(name,), **section))
+    sets = recover(loaded, plan, CALIBRATION, HELD_OUT, RecoverSection(operators=(name,), **section))
     return plan, sets[name]
 
 
@@ -55,9 +56,9 @@ def silent(name, blocks):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_where_nothing_is_lost_nothing_changes(name, monkeypatch):
     """Removing blocks that do nothing: the refit is the identity, whatever the judges would say."""
-    refit = importlib.import_module("ghostexport.recovery.refit")
+    refit = importlib.import_module("ghostexport.recovery.refit.walk")
     monkeypatch.setattr(refit, "surely_less", lambda after, before: True)
-    operators = recover(silent(name, (2, 3)), [[2, 4]], "ghost-weighted+refit")[1]
+    operators = recovered(silent(name, (2, 3)), [[2, 4]], "ghost-weighted+refit")[1]
     assert np.abs(operators.operators[0].delta).max() < 1e-6
     assert not operators.operators[0].folds and len(operators.operators[0].fit["refit"]) == 4
 
@@ -146,10 +147,10 @@ def scaled(args, kwargs):
 def test_a_nearer_stream_with_worse_predictions_is_left_alone(monkeypatch):
     """The same weights are taken or left by what the judges' predictions say, whatever the stream says."""
     loaded = models.from_memory(tiny("llama"))
-    refit = importlib.import_module("ghostexport.recovery.refit")
+    refit = importlib.import_module("ghostexport.recovery.refit.walk")
     asked = []
     monkeypatch.setattr(refit, "surely_less", lambda after, before: asked.append((after, before)))
-    operators = recover(loaded, [[2, 4]], "none+refit")[1]
+    operators = recovered(loaded, [[2, 4]], "none+refit")[1]
     assert asked and not operators.operators[0].folds
     entries = [e for e in operators.operators[0].fit["refit"] if "kl_before" in e]
     assert len(entries) == len(asked) and all(e["ridge"] is None and e["after"] < 1 for e in entries)
@@ -161,16 +162,16 @@ def test_the_first_refitted_weight_is_the_ridge_solution(massive, monkeypatch):
 
     One token in a hundred may be massive: its square outweighs all others' by far.
     """
-    refit = importlib.import_module("ghostexport.recovery.refit")
+    refit = importlib.import_module("ghostexport.recovery.refit.walk")
     monkeypatch.setattr(refit, "surely_less", lambda after, before: True)
     model = tiny("gpt2")
     model.transformer.wte.weight.data[7] *= 1000 if massive else 1
     loaded = models.from_memory(model)
-    plan, operators = recover(loaded, [[2, 4]], "ghost-weighted+refit")
+    plan, operators = recovered(loaded, [[2, 4]], "ghost-weighted+refit")
     operator = operators.operators[0]
     (fold,) = [f for f in operator.folds if (f.block, f.role) == (4, "attention_output")]
     entry = next(e for e in operator.fit["refit"] if (e["block"], e["role"]) == (4, "attention_output"))
-    alone = recover(loaded, [[2, 4]], "ghost-weighted")[1]
+    alone = recovered(loaded, [[2, 4]], "ghost-weighted")[1]
     patched = models.patch(loaded, plan, alone).model
     seen = {}
     block, dense = patched.transformer.h[2], loaded.model.transformer.h[4]
@@ -202,7 +203,7 @@ def test_refitting_brings_held_out_text_nearer(name, tmp_path, monkeypatch):
     before = loaded.model(torch.from_numpy(HELD_OUT.tokens)).logits
     errors = []
     for kind in ("none", "none+refit"):
-        plan, operators = recover(loaded, [[1, 2], [3, 4]], kind)
+        plan, operators = recovered(loaded, [[1, 2], [3, 4]], kind)
         logits = models.patch(loaded, plan, operators).model(torch.from_numpy(HELD_OUT.tokens)).logits
         errors.append(float((logits - before).norm()))
     assert errors[1] < errors[0]
@@ -217,7 +218,7 @@ def test_figures_of_the_first_cut_are_those_of_the_operator_alone(spans):
     """The stream before the first cut is the dense model's; the bounds for float16 are among the figures."""
     loaded = models.from_memory(tiny("llama"))
     alone, refitted = (
-        recover(loaded, spans, kind)[1].operators[0].fit for kind in ("ghost-weighted", "ghost-weighted+refit")
+        recovered(loaded, spans, kind)[1].operators[0].fit for kind in ("ghost-weighted", "ghost-weighted+refit")
     )
     for key in ("nmse", "relative_error", "relative_change"):
         assert refitted[f"{key}_held_out"] == pytest.approx(alone[f"{key}_held_out"], rel=1e-3)
@@ -228,14 +229,14 @@ def test_figures_of_the_first_cut_are_those_of_the_operator_alone(spans):
 @pytest.mark.parametrize("kind", ["ghost-split", "ghost-zero"])
 def test_figures_of_what_reaches_inside_the_last_block(kind):
     loaded = models.from_memory(tiny("llama"))
-    alone, refitted = (recover(loaded, [[2, 4]], name)[1].operators[0].fit for name in (kind, f"{kind}+refit"))
+    alone, refitted = (recovered(loaded, [[2, 4]], name)[1].operators[0].fit for name in (kind, f"{kind}+refit"))
     for key in ("nmse_held_out", "relative_error_held_out", "relative_change_held_out", "largest_y"):
         assert refitted[key] == pytest.approx(alone[key], rel=1e-3)
 
 
 def test_upstream_blocks_are_refitted_too():
     loaded = models.from_memory(tiny("llama"))
-    operators = recover(loaded, [[3, 5]], "ghost-zero+refit", refit_upstream=2)[1]
+    operators = recovered(loaded, [[3, 5]], "ghost-zero+refit", refit_upstream=2)[1]
     touched = {(f.block, f.role) for f in operators.operators[0].folds}
     judged = {(e["block"], e["role"]): e["ridge"] for e in operators.operators[0].fit["refit"]}
     both = {(block, role) for block in (1, 5) for role in ("attention_output", "mlp_output")}
@@ -262,7 +263,7 @@ def test_steps():
 @pytest.mark.parametrize("kind", ["ghost-split", "ghost-zero", "ghost-weighted+refit"])
 def test_post_norm_models_are_refused(name, kind):
     with pytest.raises(RecoveryError, match="a norm stands between") as refusal:
-        recover(models.from_memory(tiny(name)), [[2, 4]], kind)
+        recovered(models.from_memory(tiny(name)), [[2, 4]], kind)
     assert refusal.value.message.startswith(f"{kind} does not apply to") and "without +refit" in refusal.value.remedy
 
 
@@ -270,30 +271,30 @@ def test_what_does_not_apply_says_so():
     neox = models.from_memory(tiny("gpt-neox"))
     for kind in ("ghost-split", "ghost-zero+refit"):
         with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} does not apply.*attention and MLP"):
-            recover(neox, [[2, 4]], kind)
+            recovered(neox, [[2, 4]], kind)
     llama = models.from_memory(tiny("llama"))
     for kind in ("ghost-split", "ghost-split+refit"):
         with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} needs a kept block.*block 0 is removed"):
-            recover(llama, [[0, 2]], kind)
+            recovered(llama, [[0, 2]], kind)
     with pytest.raises(RecoveryError, match="folded into the weights that a refit replaces"):
-        recover(llama, [[2, 4]], "prune-and-comp+refit")
+        recovered(llama, [[2, 4]], "prune-and-comp+refit")
 
 
 def test_refusals_come_before_anything_is_measured(monkeypatch):
     """A recipe with a refit that cannot be is refused at once, not after its other operators are fitted."""
-    monkeypatch.setattr(recovery, "gather", lambda *args: pytest.fail("a pass was made"))
+    monkeypatch.setattr("ghostexport.recovery.recover.gather", lambda *args: pytest.fail("a pass was made"))
     few, plan = CalibrationSet.from_tokens(np.ones((3, 60))), PrunePlan.from_spans(6, [[2, 4]])
     for kind in ("ghost+refit", "ghost-split", "ghost-zero"):
         with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} needs at least 4 calibration sequences"):
             section = RecoverSection(operators=("ghost", kind))
-            recovery.recover(models.from_memory(tiny("llama")), plan, few, HELD_OUT, section)
+            recover(models.from_memory(tiny("llama")), plan, few, HELD_OUT, section)
     with pytest.raises(RecoveryError, match="Rank 65 exceeds the hidden size 64"):
-        recover(models.from_memory(tiny("llama")), [[2, 4]], "ghost", rank=65)
+        recovered(models.from_memory(tiny("llama")), [[2, 4]], "ghost", rank=65)
     for name, kind in (("gpt-neox", "ghost-split+refit"), ("gemma2", "none+refit")):
         with pytest.raises(RecoveryError):
             loaded = models.from_memory(tiny(name))
             section = RecoverSection(operators=("ghost", kind))
-            recovery.recover(loaded, PrunePlan.from_spans(6, [[2, 4]]), CALIBRATION, HELD_OUT, section)
+            recover(loaded, PrunePlan.from_spans(6, [[2, 4]]), CALIBRATION, HELD_OUT, section)
 
 
 def test_what_was_changed_and_what_has_no_effect_is_said():
@@ -303,7 +304,7 @@ def test_what_was_changed_and_what_has_no_effect_is_said():
         said = []
         section = RecoverSection(operators=names, **section)
         plan = PrunePlan.from_spans(6, spans)
-        sets = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section, Execution(say=said.append))
+        sets = recover(loaded, plan, CALIBRATION, HELD_OUT, section, Execution(say=said.append))
         return sets, "\n".join(said)
 
     sets, said = lines([[2, 4]], "none+refit", per_block=True, rank=4)
@@ -321,5 +322,5 @@ def test_few_judges_are_announced():
         said = []
         tokens = windows(count, 0)
         section = RecoverSection(operators=("none+refit",))
-        recovery.recover(loaded, plan, tokens, HELD_OUT, section, Execution(say=said.append))
+        recover(loaded, plan, tokens, HELD_OUT, section, Execution(say=said.append))
         assert any("2 of 8 sequences judge, too few" in line for line in said) == (count == 8)

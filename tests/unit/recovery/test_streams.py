@@ -6,7 +6,7 @@ import torch
 
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
-from ghostexport.recovery.streams import SingleBlock, block_calls, go_on, open_streams
+from ghostexport.recovery.refit.streams import SingleBlock, block_calls, go_on, open_streams
 from tests.tiny import CONFIGS, tiny
 
 

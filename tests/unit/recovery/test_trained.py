@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError, RecoveryError
 from ghostexport.operators import Operator, OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.distilled import TOP, Teacher
+from ghostexport.recovery.recover import recover
+from ghostexport.recovery.trained.distilled import TOP, Teacher
 from ghostexport.runfolder import write_bytes
 from tests.tiny import tiny
 
@@ -28,7 +29,7 @@ PLAN = PrunePlan.from_spans(6, [[1, 2], [3, 5]])
 
 
 def recovered(loaded, *names, **options):
-    return recovery.recover(loaded, PLAN, CALIBRATION, HELD_OUT, RecoverSection(operators=names, **options))
+    return recover(loaded, PLAN, CALIBRATION, HELD_OUT, RecoverSection(operators=names, **options))
 
 
 def test_the_teachers_loss_is_the_kl_of_renormalised_top_logits(tmp_path):

@@ -8,9 +8,8 @@ from ghostexport.moments import token_weights
 from ghostexport.operators import Operator
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery import figures, say_lost_tokens
-from ghostexport.recovery.ghost import fit_ghost
-from ghostexport.recovery.weighted import fit_weighted
+from ghostexport.recovery.fits.least_squares import fit_ghost, fit_weighted
+from ghostexport.recovery.held_out import figures, say_lost_tokens
 from tests.unit.recovery.synthetic import Planted, least_squares
 
 

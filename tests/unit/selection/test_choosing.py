@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from ghostexport import models, recovery
+from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution
 from ghostexport.recipe import RecoverSection, SelectSection
-from ghostexport.recovery.passes import Request, gather
+from ghostexport.recovery.gathering import Request, gather
+from ghostexport.recovery.recover import recover
 from ghostexport.selection.choosing import GUESSING, select, select_and_gather
 from ghostexport.selection.registry import CRITERIA
 from tests.tiny import tiny
@@ -63,8 +64,8 @@ def test_plan_and_operators_are_those_of_separate_passes(name, criterion):
     assert plan == select(loaded, CALIBRATION, SelectSection(criterion=criterion, prune=2))
     assert statistics is not None and len(list(CALIBRATION.batches())) > 1
     for section in (RECOVER, RecoverSection(operators=OPERATORS, ridge=1e-3, rank=8, ratio="ratio-of-means")):
-        apart = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section)
-        given = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section, statistics=statistics)
+        apart = recover(loaded, plan, CALIBRATION, HELD_OUT, section)
+        given = recover(loaded, plan, CALIBRATION, HELD_OUT, section, gathered=statistics)
         assert [s.to_bytes() for s in given.values()] == [s.to_bytes() for s in apart.values()]
 
 
@@ -72,8 +73,8 @@ def test_a_ridge_by_cross_validation_and_trained_operators_start_from_them_too(l
     section = RecoverSection(operators=("ghost", "ghost-weighted", "ghost-distilled"), ridge="cv", epochs=1)
     plan, statistics = shared(loaded, section=section)
     assert [len(s.folds) for s in statistics] == [4] * len(plan.removed)
-    apart = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section)
-    given = recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section, statistics=statistics)
+    apart = recover(loaded, plan, CALIBRATION, HELD_OUT, section)
+    given = recover(loaded, plan, CALIBRATION, HELD_OUT, section, gathered=statistics)
     assert [s.to_bytes() for s in given.values()] == [s.to_bytes() for s in apart.values()]
 
 
@@ -82,12 +83,12 @@ def test_both_stages_together_take_one_pass_and_an_eighth(loaded):
 
     def both():
         plan, statistics = shared(loaded, section=section)
-        recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section, statistics=statistics)
+        recover(loaded, plan, CALIBRATION, HELD_OUT, section, gathered=statistics)
 
     count = len(CALIBRATION)
     assert sequences_through(loaded, both) == count // 8 + count + len(HELD_OUT)
     plan = select(loaded, CALIBRATION, SelectSection(prune=2))
-    alone = sequences_through(loaded, lambda: recovery.recover(loaded, plan, CALIBRATION, HELD_OUT, section))
+    alone = sequences_through(loaded, lambda: recover(loaded, plan, CALIBRATION, HELD_OUT, section))
     assert alone == count + len(HELD_OUT)
 
 

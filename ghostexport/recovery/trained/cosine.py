@@ -24,9 +24,9 @@ from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import RecoverSection
+from ghostexport.recovery.fits.down_projection import folded
 from ghostexport.recovery.last_block import LastBlock
-from ghostexport.recovery.replaceme import folded
-from ghostexport.recovery.sequential import Crossing, fit_sequential
+from ghostexport.recovery.several_cuts import Crossing, fit_sequential
 from ghostexport.runfolder import require_space
 
 LEARNING_RATE = 1e-4

@@ -30,7 +30,7 @@ from ghostexport.models import BoundaryModule, LoadedModel, patch
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
-from ghostexport.recovery.passes import measure
+from ghostexport.recovery.held_out import measure
 from ghostexport.runfolder import require_space
 
 LEARNING_RATE = 1e-4

@@ -9,8 +9,8 @@ stream returns to the dense model's, in depth order and without any new node (to
     x^_{l+1} = x^_mid + h V
 
 ``lambda`` is judged on every fourth calibration sequence. A weight is left alone where the change does not bring those
-sequences' predictions nearer to the dense model's, by more than chance (``judging``). Since every boundary is fitted on
-the repaired stream too, several cuts get sequential statistics.
+sequences' predictions nearer to the dense model's, by more than chance (``judging``). Every boundary is fitted on
+the repaired stream too, so several cuts are fitted one behind the other.
 
 ``upstream`` blocks before a cut of n blocks are refitted likewise: k of them imitate k + n dense blocks.
 
@@ -39,17 +39,16 @@ from ghostexport.models import LoadedModel, right_multiply
 from ghostexport.moments import BoundaryMoments, token_weights
 from ghostexport.operators import FoldRole, Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recovery.judging import JUDGES, choose_change, judges, surely_less
+from ghostexport.recovery.gathering import Gathered
 from ghostexport.recovery.last_block import LastBlock, additive_projections
-from ghostexport.recovery.passes import BoundaryStatistics, apply
-from ghostexport.recovery.predictions import Predictions
-from ghostexport.recovery.streams import Call, Inside, SingleBlock, Streams, block_calls, fill, open_streams
+from ghostexport.recovery.refit.judging import JUDGES, Predictions, choose_change, judges, surely_less
+from ghostexport.recovery.refit.streams import Call, Inside, SingleBlock, Streams, block_calls, fill, open_streams
 
 #: Judging sequences from which on chance is told from gain about as often as the standard error promises.
 FEW = 4
 
-#: ``fit(boundary, feed)``: makes statistics, calls ``feed(statistics)`` to fill them, and returns the operator.
-FitBoundary = Callable[[Boundary, Callable[[BoundaryStatistics], None]], Operator]
+#: ``fit(boundary, feed)``: calls ``feed(gathered)`` to fill what the fit reads, and returns the operator.
+FitBoundary = Callable[[Boundary, Callable[[Gathered], None]], Operator]
 
 
 def refit(
@@ -206,9 +205,9 @@ class _Walk:
                     before = ran.output
                 yield batch, before, last
 
-        def feed(statistics: BoundaryStatistics) -> None:
+        def feed(gathered: Gathered) -> None:
             for batch, before, last in batches():
-                statistics.add(batch.sequences, batch.mask, before, self.take(self.streams.dense, batch), last)
+                gathered.add(batch.sequences, batch.mask, before, self.take(self.streams.dense, batch), last)
 
         operator = fit(boundary, feed)
         if operator.scale is not None:
@@ -216,7 +215,7 @@ class _Walk:
                 f"{operator.kind} is folded into the weights that a refit replaces.", f"Use {operator.kind} alone."
             )
         for batch, before, last in batches():
-            self.put(self.streams.repaired, batch, apply(operator, before.float(), last))  # x M may exceed float16
+            self.put(self.streams.repaired, batch, operator.apply(before.float(), last))  # x M may exceed float16
         return operator
 
     def teach(self, student: SingleBlock, step: _Step, folds: list[WeightFold], judged: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""``--statistics sequential``: every cut is fitted behind the cuts already made and repaired.
+"""Plans of several runs. ``--statistics sequential``: every cut is fitted behind those already made and repaired.
 
 ::
 
@@ -7,11 +7,15 @@
 
 The first cut is fitted as always, so a plan of one run is not changed. Each later cut takes one pass of both models for
 each operator, because the repaired stream is the operator's own. Held-out figures are measured on that stream too.
+
+``--per-block``, as in the published code: the product of one map per removed block::
+
+    run [s, e):   y = x (I + M_s) (I + M_{s+1}) ... (I + M_{e-1})        M_p fitted on x_p -> x_{p+1} of the dense model
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,10 +24,10 @@ from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, patch, read_residuals
 from ghostexport.moments import require_finite
-from ghostexport.operators import Operator, OperatorSet
-from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.operators import Operator, OperatorSet, product
+from ghostexport.plan import BlockSpan, Boundary, PrunePlan
+from ghostexport.recovery.held_out import BoundaryErrors
 from ghostexport.recovery.last_block import LastBlock, tapped
-from ghostexport.recovery.passes import BoundaryErrors
 
 #: One batch across one boundary: ``x^_s``, ``x_e`` ``(B, T, C)`` and the inside of the last kept block.
 Crossing = tuple[Batch, torch.Tensor, torch.Tensor, LastBlock | None]
@@ -97,3 +101,21 @@ def crossings(
             read_residuals(loaded.model, [boundary.span.stop], visit, batch.input_ids, batch.attention_mask)
             yield batch, x, found[boundary.span.stop], last.get(boundary.position - 1)
             execution.progress(f"{task}: cut {boundary.index + 1}", batch.sequences.stop, len(tokens))
+
+
+def single_blocks(plan: PrunePlan) -> tuple[Boundary, ...]:
+    """One boundary per removed block, in depth order; ``index`` counts them, ``position`` is that of their run."""
+    blocks = ((b, block) for b in plan.boundaries for block in range(b.span.start, b.span.stop))
+    return tuple(
+        Boundary(index, BlockSpan(block, block + 1), boundary.position)
+        for index, (boundary, block) in enumerate(blocks)
+    )
+
+
+def multiplied(plan: PrunePlan, singles: Sequence[Operator]) -> list[Operator]:
+    """One operator per run from one per removed block.
+
+    Raises:
+        RecoveryError: as :func:`ghostexport.operators.product`.
+    """
+    return [product(b, [o for o in singles if o.boundary.span.start in b.span]) for b in plan.boundaries]

@@ -12,8 +12,8 @@ from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
-from ghostexport.recovery import statistics_file
-from ghostexport.recovery.passes import Request, gather
+from ghostexport.recovery import gathered_file
+from ghostexport.recovery.gathering import Request, gather
 from tests.tiny import tiny
 
 PLAN = PrunePlan.from_spans(6, [[1, 2], [3, 5]])
@@ -36,11 +36,11 @@ def gathered(loaded):
 
 @pytest.fixture
 def path(tmp_path, loaded, gathered):
-    return statistics_file.save(tmp_path / "statistics.safetensors", loaded, windows(), gathered)
+    return gathered_file.save(tmp_path / "statistics.safetensors", loaded, windows(), gathered)
 
 
 def test_every_number_comes_back(path, loaded, gathered):
-    back = statistics_file.load(path, loaded, windows(), PLAN, REQUEST)
+    back = gathered_file.load(path, loaded, windows(), PLAN, REQUEST)
     for one, other in zip(back, gathered, strict=True):
         assert one.boundary == other.boundary and one.needs == other.needs and list(one.ratios) == list(other.ratios)
         pairs = [*zip(one.folds, other.folds, strict=True)]
@@ -57,13 +57,13 @@ def test_every_number_comes_back(path, loaded, gathered):
 
 
 def test_equal_content_gives_equal_bytes(path, loaded, gathered, tmp_path):
-    again = statistics_file.save(tmp_path / "again.safetensors", loaded, windows(), gathered)
+    again = gathered_file.save(tmp_path / "again.safetensors", loaded, windows(), gathered)
     assert again.read_bytes() == path.read_bytes()
 
 
 def test_less_than_was_gathered_can_be_asked_for_but_not_more(path, loaded):
     def held(*request):
-        return statistics_file.load(path, loaded, windows(), PLAN, Request(*request)) is not None
+        return gathered_file.load(path, loaded, windows(), PLAN, Request(*request)) is not None
 
     assert held(frozenset(), frozenset(), 4) and held(frozenset({"identity"}), frozenset({"weighted"}), 4)
     assert not held(frozenset(), frozenset(), 1)
@@ -71,18 +71,18 @@ def test_less_than_was_gathered_can_be_asked_for_but_not_more(path, loaded):
 
 
 def test_statistics_of_something_else_are_not_taken(path, loaded, tmp_path):
-    assert statistics_file.load(path, loaded, windows(1), PLAN, REQUEST) is None
-    assert statistics_file.load(path, loaded, windows(), PrunePlan.from_spans(6, [[1, 2], [3, 4]]), REQUEST) is None
-    assert statistics_file.load(path, models.from_memory(tiny("llama", seed=1)), windows(), PLAN, REQUEST) is None
-    assert statistics_file.load(tmp_path / "none.safetensors", loaded, windows(), PLAN, REQUEST) is None
+    assert gathered_file.load(path, loaded, windows(1), PLAN, REQUEST) is None
+    assert gathered_file.load(path, loaded, windows(), PrunePlan.from_spans(6, [[1, 2], [3, 4]]), REQUEST) is None
+    assert gathered_file.load(path, models.from_memory(tiny("llama", seed=1)), windows(), PLAN, REQUEST) is None
+    assert gathered_file.load(tmp_path / "none.safetensors", loaded, windows(), PLAN, REQUEST) is None
 
 
 def test_a_damaged_file_is_refused_with_a_remedy(path, loaded):
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(RunFolderError, match="not a readable statistics file") as error:
-        statistics_file.load(path, loaded, windows(), PLAN, REQUEST)
+        gathered_file.load(path, loaded, windows(), PLAN, REQUEST)
     assert "Delete the file" in str(error.value)
     save_file({"tokens": np.zeros(3)}, path)
     with pytest.raises(RunFolderError, match="not a statistics file of format"):
-        statistics_file.load(path, loaded, windows(), PLAN, REQUEST)
+        gathered_file.load(path, loaded, windows(), PLAN, REQUEST)

@@ -25,8 +25,9 @@ from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import RecoverSection
+from ghostexport.recovery.gathering import stream_boundaries
+from ghostexport.recovery.held_out import measure
 from ghostexport.recovery.last_block import LastBlock
-from ghostexport.recovery.passes import measure, stream_boundaries
 
 FIRST_RATE, LAST_RATE = 2e-4, 5e-5
 WEIGHT_DECAY = 1e-3

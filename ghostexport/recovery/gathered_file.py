@@ -1,7 +1,7 @@
-"""Statistics of the cuts on disk: ``select`` leaves them, ``recover`` fits from them without a pass of its own.
+"""What was gathered at the cuts, on disk: ``select`` leaves it, ``recover`` fits from it without a pass of its own.
 
-One safetensors file, sums in float64, the token sample in float32. Its header says what they are statistics of: model,
-calibration set, removed spans, and what was gathered.
+One safetensors file, sums in float64, the token sample in float32. Its header says what it is about: model, calibration
+set, removed spans, and what was gathered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ghostexport.errors import RunFolderError
 from ghostexport.models import LoadedModel
 from ghostexport.moments import BoundaryMoments, MagnitudeRatios
 from ghostexport.plan import PrunePlan
-from ghostexport.recovery.passes import BoundaryStatistics, Request
+from ghostexport.recovery.gathering import Gathered, Request
 from ghostexport.runfolder import atomic_path, require_space
 
 FORMAT = "ghostexport.statistics/1"
@@ -28,24 +28,22 @@ FORMAT = "ghostexport.statistics/1"
 _REMAKE = "Delete the file to have it made again: ghostexport select RUN"
 
 
-def save(
-    path: Path, loaded: LoadedModel, calibration: CalibrationSet, statistics: Sequence[BoundaryStatistics]
-) -> Path:
-    """Writes the statistics of one plan's boundaries, none of them inside a block, atomically; returns the path.
+def save(path: Path, loaded: LoadedModel, calibration: CalibrationSet, found: Sequence[Gathered]) -> Path:
+    """Writes what was gathered at one plan's boundaries, none of it inside a block, atomically; returns the path.
 
     Raises:
         RunFolderError: the disk is full or the folder not writable.
     """
-    one = statistics[0]
+    one = found[0]
     header = {
         "format": FORMAT,
-        **_subject(loaded, calibration, [(s.boundary.span.start, s.boundary.span.stop) for s in statistics]),
+        **_subject(loaded, calibration, [(s.boundary.span.start, s.boundary.span.stop) for s in found]),
         "bases": sorted(one.ratios),
         "needs": sorted(one.needs),
         "folds": len(one.folds),
     }
     tensors: dict[str, torch.Tensor] = {}
-    for s in statistics:
+    for s in found:
         for key, sums in _sums(s).items():
             for name, value in _values(sums).items():
                 tensors[f"{key}.{name}"] = torch.as_tensor(value, dtype=torch.float64).cpu()
@@ -61,11 +59,11 @@ def save(
 
 def load(
     path: Path, loaded: LoadedModel, calibration: CalibrationSet, plan: PrunePlan, request: Request
-) -> list[BoundaryStatistics] | None:
+) -> list[Gathered] | None:
     """Reads what :func:`save` wrote, onto the model's device.
 
     Returns:
-        Statistics in boundary order; None where there is no file, it is about another model, calibration set or plan,
+        In boundary order; None where there is no file, it is about another model, calibration set or plan,
         or does not hold all that is requested.
 
     Raises:
@@ -83,10 +81,10 @@ def load(
             served = held.folds == request.folds and request.bases <= held.bases and request.needs <= held.needs
             if not served or any(header[key] != value for key, value in subject.items()):
                 return None
-            statistics = held.empty(loaded, plan.boundaries, calibration)
-            for s in statistics:
-                _fill(s, file)
-            return statistics
+            found = held.empty(loaded, plan.boundaries, calibration)
+            for gathered in found:
+                _fill(gathered, file)
+            return found
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise RunFolderError(f"{path} is not a readable statistics file: {error}", _REMAKE) from error
 
@@ -99,13 +97,13 @@ def _subject(loaded: LoadedModel, calibration: CalibrationSet, removed: Sequence
     }
 
 
-def _sums(statistics: BoundaryStatistics) -> dict[str, BoundaryMoments | MagnitudeRatios]:
+def _sums(gathered: Gathered) -> dict[str, BoundaryMoments | MagnitudeRatios]:
     """All sums of a boundary by their key in the file."""
     named: dict[str, BoundaryMoments | MagnitudeRatios] = {}
     for kind in ("folds", "weighted_folds"):
-        named |= {f"{kind}.{i}": moments for i, moments in enumerate(getattr(statistics, kind))}
-    named |= {f"ratios.{basis}": ratios for basis, ratios in statistics.ratios.items()}
-    return {f"{statistics.boundary.index}.{key}": sums for key, sums in named.items()}
+        named |= {f"{kind}.{i}": moments for i, moments in enumerate(getattr(gathered, kind))}
+    named |= {f"ratios.{basis}": ratios for basis, ratios in gathered.ratios.items()}
+    return {f"{gathered.boundary.index}.{key}": sums for key, sums in named.items()}
 
 
 def _values(sums: BoundaryMoments | MagnitudeRatios) -> Mapping[str, torch.Tensor | float]:
@@ -113,12 +111,12 @@ def _values(sums: BoundaryMoments | MagnitudeRatios) -> Mapping[str, torch.Tenso
     return {name: value for name, value in vars(sums).items() if name != "basis"}
 
 
-def _fill(statistics: BoundaryStatistics, file: Any) -> None:
-    for key, sums in _sums(statistics).items():
+def _fill(gathered: Gathered, file: Any) -> None:
+    for key, sums in _sums(gathered).items():
         for name, empty in _values(sums).items():
             value = file.get_tensor(f"{key}.{name}")
             if value.shape != torch.as_tensor(empty).shape:
                 raise ValueError(f"{key}.{name} has the shape {list(value.shape)}")
             setattr(sums, name, value.to(empty.device) if isinstance(empty, torch.Tensor) else type(empty)(value))
-    sample = [file.get_tensor(f"{statistics.boundary.index}.sample.{i}") for i in range(2)]
-    statistics.sample.columns = sample
+    sample = [file.get_tensor(f"{gathered.boundary.index}.sample.{i}") for i in range(2)]
+    gathered.sample.columns = sample

@@ -1,0 +1,199 @@
+"""How near an operator, and a repaired model, brings the residual stream to the dense model's: figures of the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ghostexport.calibration import CalibrationSet
+from ghostexport.execution import Execution
+from ghostexport.models import LoadedModel, patch, read_residuals
+from ghostexport.models.blocks import find_blocks, hidden_states, output_states
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.recovery.gathering import Gathered, stream_boundaries
+from ghostexport.recovery.last_block import LastBlock
+
+
+class BoundaryErrors:
+    """Sums over held-out tokens for one operator at one boundary."""
+
+    def __init__(self) -> None:
+        self.residual = self.delta = self.relative = self.relative_change = 0.0
+        self.largest_x = self.largest_change = self.largest_y = 0.0
+        self.tokens = 0
+
+    def add(self, operator: Operator, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None) -> None:
+        self.add_values(x, operator.apply(x.double(), last), post, x)
+
+    def add_values(self, x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, start: torch.Tensor) -> None:
+        """Adds tokens ``[n, C]``: before and after the operator, and the dense model's after and before the run."""
+        x, y, post, start = x.double(), y.double(), post.double(), start.double()
+        error, delta, magnitude = post - y, post - start, post.norm(dim=1)
+        self.largest_x = max(self.largest_x, float(x.abs().max()))
+        self.largest_change = max(self.largest_change, float((y - x).abs().max()))
+        self.largest_y = max(self.largest_y, float(y.abs().max()))
+        self.residual += float(error.square().sum())
+        self.delta += float(delta.square().sum())
+        self.relative += float((error.norm(dim=1) / magnitude).sum())
+        self.relative_change += float((delta.norm(dim=1) / magnitude).sum())
+        self.tokens += len(x)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "nmse_held_out": self.residual / self.delta if self.delta else 0.0,
+            "relative_error_held_out": self.relative / self.tokens,
+            "relative_change_held_out": self.relative_change / self.tokens,
+            "largest_x": self.largest_x,
+            "largest_change": self.largest_change,
+            "largest_y": self.largest_y,
+        }
+
+
+def measure(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    held_out: CalibrationSet,
+    variants: Mapping[str, Sequence[Operator]],
+    execution: Execution,
+) -> dict[str, list[dict[str, float]]]:
+    """One pass of the dense model over the held-out set; errors of every operator of every variant, by boundary."""
+    errors = {name: [BoundaryErrors() for _ in operators] for name, operators in variants.items()}
+    inside = any(operator.reaches_inside for operators in variants.values() for operator in operators)
+
+    def add(
+        index: int, sequences: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None
+    ) -> None:
+        for name, operators in variants.items():
+            errors[name][index].add(operators[index], x[mask], post[mask], None if last is None else last[mask])
+
+    batches = held_out.batches(loaded.device)
+    stream_boundaries(loaded, plan.boundaries, batches, len(held_out), add, execution, "recover: held-out", inside)
+    return {name: [e.figures() for e in sums] for name, sums in errors.items()}
+
+
+def measure_refit(
+    loaded: LoadedModel, operators: OperatorSet, held_out: CalibrationSet, execution: Execution
+) -> list[dict[str, float]]:
+    """Runs both models over the held-out set.
+
+    Returns:
+        Per boundary the figures of :class:`BoundaryErrors`, the change being the dense model's, and
+        ``relative_error_final_held_out`` of the last residual value, ``mean_t ||x^_L - x_L|| / ||x_L||``.
+    """
+    plan = operators.plan
+    repaired = patch(loaded, plan, operators).model
+    stops = [b.span.stop for b in plan.boundaries]
+    starts = [b.span.start for b in plan.boundaries]
+    positions = [b.position for b in plan.boundaries]
+    end, kept = plan.num_blocks, len(plan.kept)
+    errors = [BoundaryErrors() for _ in plan.boundaries]
+    final = 0.0
+    for batch in held_out.batches(loaded.device):
+        dense: dict[int, torch.Tensor] = {}
+
+        def visit(point: int, x: torch.Tensor, dense: dict[int, torch.Tensor] = dense, mask: Any = batch.mask) -> None:
+            dense[point] = x[mask].double()
+
+        read_residuals(loaded.model, [*starts, *stops, end], visit, batch.input_ids, batch.attention_mask)
+        before, after = _around_operators(repaired, {*positions, kept}, batch.input_ids, batch.attention_mask)
+        for boundary, sums in zip(plan.boundaries, errors, strict=True):
+            x, y = (values[boundary.position][batch.mask] for values in (before, after))
+            sums.add_values(x, y, dense[boundary.span.stop], dense[boundary.span.start])
+        wanted = dense[end]
+        final += float(((after[kept][batch.mask].double() - wanted).norm(dim=1) / wanted.norm(dim=1)).sum())
+        execution.progress("refit: held-out", batch.sequences.stop, len(held_out))
+    return [e.figures() | {"relative_error_final_held_out": final / e.tokens} for e in errors]
+
+
+def _around_operators(
+    model: Any, points: Iterable[int], input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Residual values ``(B, T, C)`` at positions of a patched model, before and behind the operators there."""
+    blocks = find_blocks(model)
+    before: dict[int, torch.Tensor] = {}
+    after: dict[int, torch.Tensor] = {}
+
+    def entering(values: dict[int, torch.Tensor], index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values[index] = hidden_states(args, kwargs)
+
+        return hook
+
+    def leaving(values: dict[int, torch.Tensor], index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            values[index] = output_states(output)
+
+        return hook
+
+    handles = []
+    for i in points:  # an operator is a hook too: prepended ones come before it, others after it
+        if i:
+            handles.append(blocks[i - 1].register_forward_hook(leaving(before, i), prepend=True))
+        else:
+            handles.append(blocks[0].register_forward_pre_hook(entering(before, 0), with_kwargs=True, prepend=True))
+        if i < len(blocks):
+            handles.append(blocks[i].register_forward_pre_hook(entering(after, i), with_kwargs=True))
+        else:
+            handles.append(blocks[-1].register_forward_hook(leaving(after, i)))
+    try:
+        with torch.no_grad():
+            model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return before, after
+
+
+def figures(operator: Operator, gathered: Gathered) -> dict[str, Any]:
+    """Calibration figures of one operator; those that reach inside the last block are measured on its token sample."""
+    M = None if operator.matrix is None else torch.as_tensor(operator.matrix).double()
+    if operator.scale is not None:
+        M = (operator.scale - 1) * torch.eye(gathered.moments.channels).double()
+    b = None if operator.bias is None else torch.as_tensor(operator.bias).double()
+    inside = operator.reaches_inside
+    sample = gathered.last_block_sample if inside else gathered.sample
+    pre, post = sample.pre.double(), sample.post.double()
+    last = None
+    if inside:
+        assert gathered.last_block_weight is not None
+        mid, inner = sample.column(2).split([pre.shape[1], len(gathered.last_block_weight)], dim=1)
+        bias = gathered.last_block_bias
+        last = LastBlock(mid, inner, gathered.last_block_weight.cpu(), None if bias is None else bias.cpu())
+    error = post - operator.apply(pre, last)
+    measured = float(error.square().sum() / (post - pre).square().sum().clamp_min(torch.finfo(pre.dtype).tiny))
+    return {
+        "tokens": gathered.moments.tokens,
+        "nmse_calibration": measured if inside else gathered.moments.nmse(M, b),
+        "relative_error_calibration": float((error.norm(dim=1) / post.norm(dim=1)).mean()),
+        "antisymmetric_share": antisymmetric_share(M),
+    }
+
+
+def antisymmetric_share(M: torch.Tensor | None) -> float:
+    """``||(M - M')/2||_F / ||M||_F``: 0 for a symmetric matrix, 0.707 for a random one."""
+    if M is None or not bool(M.any()):
+        return 0.0
+    return float(((M - M.T) / 2).norm() / M.norm())
+
+
+#: From this NMSE on an operator misses the tokens that make up the change, whatever its error on the others.
+LOST = 0.9
+
+
+def say_lost_tokens(name: str, operators: Sequence[Operator], execution: Execution) -> None:
+    """Tells where an operator, good on most tokens, gets the few massive ones wrong that make up the squared change."""
+    for operator in operators:
+        nmse, relative, change = (
+            operator.fit.get(f"{figure}_held_out", 0.0) for figure in ("nmse", "relative_error", "relative_change")
+        )
+        alike = (relative / change) ** 2 if change else 1.0  # about the NMSE if all tokens were alike
+        if operator.kind != "none" and nmse > LOST and alike < nmse / 2:
+            execution.say(
+                f"{name}: behind the removed run {operator.boundary.span} this repair gets a few massive tokens wrong "
+                f"(NMSE {nmse:.2f}; mean relative error {relative:.2f}, without repair {change:.2f}). "
+                "Look at its perplexity: ghostexport eval RUN"
+            )

@@ -1,0 +1,237 @@
+"""Fits every operator of a recipe at every cut. Start reading recovery here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ghostexport.calibration import CalibrationSet
+from ghostexport.distributed import is_shared
+from ghostexport.errors import RecipeError, RecoveryError
+from ghostexport.execution import Execution
+from ghostexport.models import LoadedModel
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.recipe import REFIT, RecoverSection, base_operator, require_name
+from ghostexport.recovery.fits.solving import FOLDS
+from ghostexport.recovery.gathering import Gathered, Request, gather
+from ghostexport.recovery.held_out import figures, measure, measure_refit, say_lost_tokens
+from ghostexport.recovery.last_block import last_kept
+from ghostexport.recovery.refit.judging import JUDGES
+from ghostexport.recovery.refit.walk import refit, require_refittable
+from ghostexport.recovery.registry import OPERATORS, Kind, function
+from ghostexport.recovery.several_cuts import Crossing, fit_sequential, multiplied, single_blocks
+
+
+def shareable(section: RecoverSection, cuts: int) -> Request | None:
+    """What :func:`recover` gathers at so many cuts in one pass, where any plain pass of the model could gather it.
+
+    None where recovery would make its own pass all the same, or none: operators that look inside a block, cuts fitted
+    one after the other or block by block, refits alone, several processes that share the pass out.
+
+    Raises:
+        RecipeError: unknown operator, or one that cannot be refitted.
+    """
+    _require_known(section)
+    kinds = _gathered_kinds(section)
+    request = _request(section, *kinds.values())
+    apart = section.per_block or section.statistics == "sequential"
+    if not kinds or request.inside or (apart and cuts > 1) or is_shared():
+        return None
+    return request
+
+
+def recover(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    section: RecoverSection,
+    execution: Execution | None = None,
+    gathered: Sequence[Gathered] | None = None,
+) -> dict[str, OperatorSet]:
+    """Fits every operator of the recipe at every boundary, from one pass of the dense model over the calibration set.
+
+    That pass is left out where ``gathered`` holds what it would gather (:func:`shareable`). One pass over the held-out
+    set measures the operators. Figures of the fit (``Operator.fit``): ``nmse_calibration`` and ``nmse_held_out``
+    (:meth:`BoundaryMoments.nmse`), ``relative_error_calibration`` (on a fixed sample of tokens) and
+    ``relative_error_held_out`` (mean over tokens of ``||error|| / ||x_post||``), ``relative_change_held_out`` (the same
+    of the bare cut), ``largest_x``, ``largest_change``, ``largest_y`` (held out, for float16), ``antisymmetric_share``
+    ``||(M - M')/2|| / ||M||``, ``tokens``, and what the kind itself reports (``condition``, ``ridge``).
+
+    Returns:
+        Operator sets by operator name, in the recipe's order.
+
+    Raises:
+        RecipeError: unknown operator.
+        CalibrationError: too few tokens, tokens that do not suit the model, or non-finite activations.
+        RecoveryError: a fit is singular, or an operator does not apply to this model.
+        ModelLayoutError: an operator needs all of the model in memory.
+    """
+    execution = execution or Execution()
+    _require_known(section)
+    if not plan.removed:
+        return {name: OperatorSet(name, (), plan, calibration.sha256) for name in section.operators}
+    for tokens in (calibration, held_out):
+        tokens.require_fits(loaded.vocab_size, loaded.max_length)
+    calibration.require_tokens_for(loaded.hidden_size, execution)
+    _require_applicable(loaded, plan, calibration, section)
+    say_unused(section, execution)
+    fitted = _fit(loaded, plan, calibration, held_out, section, execution, gathered)
+    for name in fitted:
+        if (train := OPERATORS[name].train) is not None:
+            initial = fitted[name]
+            fitted[name] = function(train)(loaded, plan, initial, calibration, held_out, section, execution)
+    for name in section.operators:
+        if name.endswith(REFIT):
+            fitted[name] = _refit(loaded, plan, calibration, held_out, name, section, execution)
+    for name in section.operators:
+        say_lost_tokens(name, fitted[name], execution)
+    return {name: OperatorSet(name, fitted[name], plan, calibration.sha256) for name in section.operators}
+
+
+def say_unused(section: RecoverSection, execution: Execution) -> None:
+    """Tells which keys of the section none of its operators reads."""
+    refitted = [name.endswith(REFIT) for name in section.operators]
+    for key, used in (
+        ("refit_upstream", any(refitted)),
+        ("per_block", not all(refitted)),
+        ("rank", any(OPERATORS[base_operator(name)].ranked for name in section.operators)),
+    ):
+        if getattr(section, key) and not used:
+            names = ", ".join(section.operators)
+            execution.say(f"recover: {key} ({getattr(section, key)}) has no effect on {names}")
+
+
+def _require_known(section: RecoverSection) -> None:
+    for name in section.operators:
+        require_name(base_operator(name), OPERATORS, "operator")
+        if name.endswith(REFIT) and OPERATORS[base_operator(name)].train is not None:
+            raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
+
+
+def _require_applicable(
+    loaded: LoadedModel, plan: PrunePlan, calibration: CalibrationSet, section: RecoverSection
+) -> None:
+    """Refuses, before any pass, what one of the operators cannot do on this model, plan or calibration set."""
+    if section.rank is not None and section.rank > loaded.hidden_size:
+        raise RecoveryError(
+            f"Rank {section.rank} exceeds the hidden size {loaded.hidden_size}.", "Choose a smaller --rank."
+        )
+    kinds = {name: OPERATORS[base_operator(name)] for name in section.operators}
+    for check in {kind.check for kind in kinds.values()} - {None}:
+        function(check or "")(loaded, plan)
+    for name, kind in kinds.items():
+        if (name.endswith(REFIT) or "last-block" in kind.needs) and len(calibration) < JUDGES:
+            raise RecoveryError(
+                f"{name} needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
+            )
+    refitted = [name for name in kinds if name.endswith(REFIT)]
+    inside = [name for name, kind in kinds.items() if kind.inside]
+    if refitted:  # what one of them is refused for, all are: the model is probed once
+        require_refittable(loaded, plan, refitted[0])
+    if inside:
+        for boundary in plan.boundaries:
+            last_kept(loaded, boundary.span.start - 1, inside[0])
+
+
+def _gathered_kinds(section: RecoverSection) -> dict[str, Kind]:
+    """The kinds that are fitted without a refit, by name."""
+    return {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}
+
+
+def _request(section: RecoverSection, *kinds: Kind) -> Request:
+    return Request.of(kinds, FOLDS if section.ridge == "cv" else 1)
+
+
+def _fit(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    section: RecoverSection,
+    execution: Execution,
+    gathered: Sequence[Gathered] | None,
+) -> dict[str, tuple[Operator, ...]]:
+    """One pass for what all kinds read, unless it is given, and one for their held-out errors."""
+    kinds = _gathered_kinds(section)
+    if not kinds:
+        return {}
+    if section.statistics == "sequential" and len(plan.boundaries) > 1:
+        return _sequential(loaded, plan, calibration, held_out, kinds, section, execution)
+    wanted = _request(section, *kinds.values())
+    if gathered is None:
+        gathered = gather(loaded, plan.boundaries, calibration, wanted, execution)
+    if section.per_block and len(plan.boundaries) > 1:
+        singles = gather(loaded, single_blocks(plan), calibration, wanted, execution)
+        fitted = {n: multiplied(plan, [function(kind.fit)(g, section) for g in singles]) for n, kind in kinds.items()}
+    else:
+        fitted = {name: [function(kind.fit)(g, section) for g in gathered] for name, kind in kinds.items()}
+    held = measure(loaded, plan, held_out, fitted, execution)
+    return {
+        name: tuple(
+            replace(operator, fit={**operator.fit, **figures(operator, g), **errors})
+            for operator, g, errors in zip(operators, gathered, held[name], strict=True)
+        )
+        for name, operators in fitted.items()
+    }
+
+
+def _sequential(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    kinds: Mapping[str, Kind],
+    section: RecoverSection,
+    execution: Execution,
+) -> dict[str, tuple[Operator, ...]]:
+    """Every cut behind the repaired ones before it; one pass per operator and cut."""
+    if section.per_block:
+        raise RecipeError("recover: per_block measures on the dense model.", "Use --statistics dense with it.")
+    fitted = {}
+    for name, kind in kinds.items():
+        alone = _alone(loaded, calibration, kind, section)
+
+        def fit(boundary: Boundary, crossings: Iterator[Crossing], alone: _Alone = alone) -> Operator:
+            def feed(gathered: Gathered) -> None:
+                for batch, x, post, last in crossings:
+                    gathered.add(batch.sequences, batch.mask, x, post, last)
+
+            return alone(boundary, feed)
+
+        fitted[name] = fit_sequential(loaded, plan, calibration, held_out, fit, kind.inside, execution)
+    return fitted
+
+
+def _refit(
+    loaded: LoadedModel,
+    plan: PrunePlan,
+    calibration: CalibrationSet,
+    held_out: CalibrationSet,
+    name: str,
+    section: RecoverSection,
+    execution: Execution,
+) -> tuple[Operator, ...]:
+    """The operators of one ``+refit`` variant, each fitted on the repaired prefix, and the refitted weights."""
+    kind = OPERATORS[base_operator(name)]
+    fit = _alone(loaded, calibration, kind, section)
+    operators = refit(loaded, plan, calibration, fit, kind.inside, section.refit_upstream, execution)
+    measured = measure_refit(loaded, OperatorSet(name, operators, plan), held_out, execution)
+    return tuple(replace(o, fit={**o.fit, **errors}) for o, errors in zip(operators, measured, strict=True))
+
+
+#: Fits at one boundary from what ``feed`` fills in, with the figures of the fit.
+_Alone = Callable[[Boundary, Callable[[Gathered], None]], Operator]
+
+
+def _alone(loaded: LoadedModel, calibration: CalibrationSet, kind: Kind, section: RecoverSection) -> _Alone:
+    request = _request(section, kind)
+
+    def fit(boundary: Boundary, feed: Callable[[Gathered], None]) -> Operator:
+        (gathered,) = request.empty(loaded, [boundary], calibration)
+        feed(gathered)
+        operator: Operator = function(kind.fit)(gathered, section)
+        return replace(operator, fit={**operator.fit, **figures(operator, gathered)})
+
+    return fit

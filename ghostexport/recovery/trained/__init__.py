@@ -1,0 +1,1 @@
+"""Operators that are trained on from a closed form, with gradients."""
