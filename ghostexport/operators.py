@@ -153,7 +153,7 @@ class Operator:
         Args:
             x: the residual stream at the boundary; torch tensors make the operator's numbers their own dtype.
             last: where it :attr:`reaches_inside`, the last kept block's ``mid`` (what ``M`` reads at that site),
-                ``inner`` ``h``, ``weight`` ``V0`` and ``bias``: a new down-projection ``V`` adds ``h (V - V0)``.
+                ``inner`` ``h``, ``weight`` ``V0`` and ``bias``: a new down-projection ``V`` adds ``h (V - V0)``. Without it ``M`` reads ``x``.
         """
         own = {key: _like(x, array) for key, array in self.arrays.items()}
         if self.scale is not None:
@@ -165,7 +165,8 @@ class Operator:
             y = y + _like(x, last.inner) @ (_like(x, fold.weight) - _like(x, last.weight))
             if fold.bias is not None:
                 y = y + _like(x, fold.bias) - (0 if last.bias is None else _like(x, last.bias))
-        change = linear(_like(x, last.mid) if self.site == "mid" else y, own)
+        inside = self.site == "mid" and last is not None
+        change = linear(_like(x, last.mid) if inside else y, own)
         y = y if change is None else y + change
         return y if self.bias is None else y + own["bias"]
 

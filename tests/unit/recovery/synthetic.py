@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ghostexport.plan import PrunePlan
-from ghostexport.recovery.gathering import Gathered
+from ghostexport.recovery.gathering import Gathered, Request
 from ghostexport.recovery.last_block import LastBlock
 
 C, INNER, SEQUENCES, LENGTH = 12, 20, 8, 60
@@ -30,9 +30,9 @@ class Planted:
         self.mask = torch.ones(shape, dtype=torch.bool)
         self.mask[2, 40:] = False
         self.boundary = PrunePlan.from_spans(6, [[2, 4]]).boundaries[0]
-        needs = ("weighted", "last-block")
+        request = Request(needs=frozenset({"weighted", "last-block"}), folds=folds)
         tokens = int(self.mask.sum())
-        self.statistics = Gathered(self.boundary, C, tokens, (), folds, torch.device("cpu"), needs)
+        self.statistics = Gathered(self.boundary, request, C, tokens, torch.device("cpu"))
         for start in range(0, SEQUENCES, 3):
             rows = slice(start, start + 3)
             last = LastBlock(self.mid[rows], self.inner[rows], self.V0)

@@ -16,7 +16,7 @@ from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.fits.least_squares import fit_ghost
 from ghostexport.recovery.fits.solving import solve_truncated
-from ghostexport.recovery.gathering import Gathered
+from ghostexport.recovery.gathering import Gathered, Request
 from ghostexport.recovery.recover import recover
 from ghostexport.runfolder import write_bytes
 from tests.tiny import tiny
@@ -179,7 +179,7 @@ def made_up(C, tokens, rank=None, seed=0):
     delta = X @ torch.randn(C, C, generator=random, dtype=torch.float64) / C**0.5
     delta += 0.1 * torch.randn(tokens, C, generator=random, dtype=torch.float64)
     boundary = PrunePlan.from_spans(6, [[2, 4]]).boundaries[0]
-    statistics = Gathered(boundary, C, tokens, (), 1, torch.device("cpu"))
+    statistics = Gathered(boundary, Request(), C, tokens, torch.device("cpu"))
     for part in range(0, tokens, 100):
         x = X[None, part : part + 100]
         statistics.add(range(1), torch.ones(x.shape[:2], dtype=torch.bool), x, x + delta[None, part : part + 100])

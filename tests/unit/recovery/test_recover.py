@@ -107,7 +107,7 @@ def planted(seed=0, tokens=4000, C=64):
     X[0, ::500, 3] = 2500
     M = torch.randn(C, C, generator=random, dtype=torch.float64) / C**0.5
     boundary = PrunePlan.from_spans(6, [[2, 4]]).boundaries[0]
-    statistics = Gathered(boundary, C, tokens, (), 1, torch.device("cpu"))
+    statistics = Gathered(boundary, Request(), C, tokens, torch.device("cpu"))
     statistics.add(range(1), torch.ones(1, tokens, dtype=torch.bool), X, X + X @ M)
     return statistics, M
 
@@ -132,7 +132,7 @@ def test_normal_equations_hold():
 def test_no_change_gives_a_zero_operator():
     statistics, _ = planted()
     X = statistics.sample.pre[None].double()
-    same = Gathered(statistics.boundary, 64, X.shape[1], (), 1, torch.device("cpu"))
+    same = Gathered(statistics.boundary, Request(), 64, X.shape[1], torch.device("cpu"))
     same.add(range(1), torch.ones(X.shape[:2], dtype=torch.bool), X, X)
     assert not fit_ghost(same, RecoverSection()).delta.any()
 

@@ -7,7 +7,7 @@ import torch
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.fits.down_projection import fit_split, fit_zero
 from ghostexport.recovery.fits.least_squares import fit_weighted
-from ghostexport.recovery.gathering import Gathered
+from ghostexport.recovery.gathering import Gathered, Request
 from ghostexport.recovery.held_out import figures
 from ghostexport.recovery.last_block import LastBlock
 from tests.unit.recovery.synthetic import C, Planted, least_squares
@@ -44,7 +44,7 @@ def test_they_are_the_weighted_solutions_around_the_old_weights():
 def test_a_planted_split_is_recovered():
     data = Planted()
     post = data.mid @ data.W + data.inner @ data.V
-    statistics = Gathered(data.boundary, C, 480, (), 4, torch.device("cpu"), ("last-block",))
+    statistics = Gathered(data.boundary, Request(needs=frozenset({"last-block"}), folds=4), C, 480, torch.device("cpu"))
     statistics.add(range(8), data.mask, data.pre, post, LastBlock(data.mid, data.inner, data.V0))
     operator = fit_split(statistics, RecoverSection())
     W, V = parts(operator)
@@ -88,7 +88,7 @@ def test_what_the_judges_refuse_changes_nothing(rank):
     data = Planted()
     change = data.mid @ (data.W - torch.eye(C).double()) + data.inner @ (data.V - data.V0)
     change[3::4] *= -1
-    statistics = Gathered(data.boundary, C, 480, (), 1, torch.device("cpu"), ("last-block",))
+    statistics = Gathered(data.boundary, Request(needs=frozenset({"last-block"})), C, 480, torch.device("cpu"))
     statistics.add(range(8), data.mask, data.pre, data.pre + change, LastBlock(data.mid, data.inner, data.V0))
     operator = fit_split(statistics, RecoverSection(rank=rank))
     assert operator.fit["judged"] >= 1
