@@ -34,7 +34,7 @@ from ghostexport.moments import MagnitudeRatios
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
-from ghostexport.recovery.hadamard import hadamard
+from ghostexport.recovery.fits.hadamard import hadamard
 from ghostexport.runfolder import write_json
 from ghostexport.selection.choosing import select
 

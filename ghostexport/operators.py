@@ -153,7 +153,8 @@ class Operator:
         Args:
             x: the residual stream at the boundary; torch tensors make the operator's numbers their own dtype.
             last: where it :attr:`reaches_inside`, the last kept block's ``mid`` (what ``M`` reads at that site),
-                ``inner`` ``h``, ``weight`` ``V0`` and ``bias``: a new down-projection ``V`` adds ``h (V - V0)``. Without it ``M`` reads ``x``.
+                ``inner`` ``h``, ``weight`` ``V0`` and ``bias``: a new down-projection ``V`` adds ``h (V - V0)``.
+                Without it ``M`` reads ``x``.
         """
         own = {key: _like(x, array) for key, array in self.arrays.items()}
         if self.scale is not None:
