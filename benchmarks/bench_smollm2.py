@@ -14,13 +14,14 @@ import argparse
 import shutil
 from pathlib import Path
 
-from ghostexport.benchmarking.report import render_sweep
-from ghostexport.benchmarking.sweep import collect
-from ghostexport.benchmarking.table import sentences
 from ghostexport.execution import Execution
+from ghostexport.files import write_bytes, write_json
 from ghostexport.pipeline import run
 from ghostexport.recipe import parse_recipe
-from ghostexport.runfolder import RunFolder, write_bytes, write_json
+from ghostexport.report.page import render_sweep
+from ghostexport.report.runs import collect
+from ghostexport.report.table import sentences
+from ghostexport.runfolder import RunFolder
 
 RESULTS = Path(__file__).parent / "results"
 BENCH = {"prefill_tokens": [64, 256], "decode_past": [128, 512], "decode_steps": 8, "request": [64, 16]}

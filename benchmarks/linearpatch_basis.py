@@ -30,12 +30,12 @@ from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.intervals import differences
 from ghostexport.evaluation.text import QualityMeter, measure, torch_forward
 from ghostexport.execution import Execution
+from ghostexport.files import write_json
 from ghostexport.moments import MagnitudeRatios
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
 from ghostexport.recovery.fits.hadamard import hadamard
-from ghostexport.runfolder import write_json
 from ghostexport.selection.choosing import select
 
 DOMAINS = ("wiki", "c4", "code")

@@ -26,9 +26,9 @@ import numpy as np
 import platformdirs
 
 from ghostexport import calibration
+from ghostexport.files import write_json
 from ghostexport.models import resolve_source
 from ghostexport.operators import OperatorSet, load_operators
-from ghostexport.runfolder import write_json
 from ghostexport.surgery import inspect_graph, operate
 from ghostexport.verification import GraphRun
 

@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 
 from ghostexport.benchmarking import bench
-from ghostexport.benchmarking.facts import read_facts
-from ghostexport.benchmarking.parity import engine_difference
-from ghostexport.benchmarking.table import speed_rows
+from ghostexport.benchmarking.engine_checks import engine_difference
+from ghostexport.benchmarking.ideal import read_facts
 from ghostexport.errors import GhostExportError
 from ghostexport.execution import Execution
+from ghostexport.files import write_json
 from ghostexport.recipe import BenchSection, BuildSection
-from ghostexport.runfolder import write_json
+from ghostexport.report.table import speed_rows
 from ghostexport.runtimes import RUNTIMES
 from ghostexport.runtimes.base import EngineFile, Session
 from ghostexport.runtimes.sidecar import read_sidecar

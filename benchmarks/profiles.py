@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from ghostexport.execution import Execution
+from ghostexport.files import write_json
 from ghostexport.recipe import BuildSection
-from ghostexport.runfolder import write_json
 from ghostexport.runtimes import RUNTIMES
 
 RESULTS = Path(__file__).parent / "results" / "profiles.json"

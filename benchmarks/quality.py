@@ -36,11 +36,11 @@ from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.tasks import ask
 from ghostexport.evaluation.text import continuation, measure, torch_forward
 from ghostexport.execution import Execution
+from ghostexport.files import write_bytes, write_json
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import CRITERIA, REFIT, RecoverSection, SelectSection
 from ghostexport.recovery.recover import recover
-from ghostexport.runfolder import write_bytes, write_json
 from ghostexport.selection.choosing import select
 
 PARTS = ("repairs", "criteria", "sizes", "tasks")

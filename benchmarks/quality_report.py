@@ -15,8 +15,8 @@ from quality_figures import draw_criteria, draw_depths
 
 from ghostexport.evaluation.intervals import paired_average
 from ghostexport.evaluation.tasks import compare, summarise
+from ghostexport.files import write_bytes, write_json
 from ghostexport.recovery.registry import OPERATORS as KINDS
-from ghostexport.runfolder import write_bytes, write_json
 
 #: Geometric means: over the demo texts, and over prose alone (code and presidential messages are never calibrated on).
 AVERAGED = ("wiki", "c4", "code")

@@ -18,8 +18,8 @@ from safetensors.numpy import save as to_safetensors
 
 from ghostexport.errors import CalibrationError, RunFolderError
 from ghostexport.execution import Execution
+from ghostexport.files import write_bytes
 from ghostexport.recipe import CalibrationSection
-from ghostexport.runfolder import write_bytes
 from ghostexport.texts import documents
 
 FORMAT = "ghostexport.calibration/1"

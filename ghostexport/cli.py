@@ -190,10 +190,11 @@ def sweep(
     """Benchmark several depths (everything else from the recipe): quality and speed over removed blocks."""
     from ghostexport import pipeline
     from ghostexport import show as screen
-    from ghostexport.benchmarking.report import render_sweep
-    from ghostexport.benchmarking.sweep import collect
     from ghostexport.execution import Execution
-    from ghostexport.runfolder import RunFolder, write_bytes, write_json
+    from ghostexport.files import write_bytes, write_json
+    from ghostexport.report.page import render_sweep
+    from ghostexport.report.runs import collect
+    from ghostexport.runfolder import RunFolder
 
     folders = [output / f"prune-{count}" for count in sorted(set(prune))]
     with screen.display() as callbacks:
@@ -213,7 +214,7 @@ def sweep(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     """Write RUN/report.html from what the finished stages left."""
-    from ghostexport.benchmarking.report import write_report
+    from ghostexport.report.page import write_report
 
     typer.echo(write_report(run))
 

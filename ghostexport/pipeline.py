@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 
 from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.execution import Execution
+from ghostexport.files import write_bytes, write_json
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Recipe
-from ghostexport.runfolder import RunFolder, write_bytes, write_json
+from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
     from ghostexport.models import LoadedModel
@@ -159,7 +160,7 @@ def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
 
 def evaluate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Measures the quality of every variant on PyTorch and ONNX Runtime."""
-    from ghostexport.evaluation.stage import eval_run
+    from ghostexport.evaluation.eval_run import eval_run
 
     plan = read_plan(folder)
     loaded = _loaded(recipe, execution)

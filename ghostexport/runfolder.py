@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,63 +13,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ghostexport.errors import RunFolderError
+from ghostexport.files import atomic_path, cannot_write, sha256_file, write_json
 
 SCHEMA = "ghostexport.manifest/1"
-
-
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``target``; renamed over it on success, removed on any failure.
-
-    Raises:
-        RunFolderError: the disk is full or the folder is not writable; ``target`` is untouched.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        os.close(handle)
-    except OSError as error:
-        raise _cannot_write(target, error) from error
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(target)
-    except OSError as error:
-        raise _cannot_write(target, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_bytes(target: Path, data: bytes) -> None:
-    """Writes a file atomically."""
-    with atomic_path(target) as temporary:
-        temporary.write_bytes(data)
-
-
-def write_json(target: Path, data: Any) -> None:
-    """Writes JSON atomically, indented, keys in given order."""
-    write_bytes(target, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
-
-
-def require_space(folder: Path, needed: int, what: str) -> None:
-    """Raises RunFolderError when ``folder``'s disk has fewer than ``needed`` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise RunFolderError(
-            f"No disk space for {what} in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free.",
-            "Free some space or choose another folder with -o.",
-        )
-
-
-def _cannot_write(target: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(f"Cannot write {target}: {error.strerror or error}.", "Check free space and permissions.")
 
 
 class RunFolder:
@@ -124,7 +67,7 @@ class RunFolder:
                 "Wait for it, or use another folder with -o.",
             ) from None
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
         try:
             yield
         finally:

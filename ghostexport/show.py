@@ -18,7 +18,7 @@ from ghostexport.recipe import Recipe, parse_recipe, read_recipe
 from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
-    from ghostexport.benchmarking.sweep import Sweep
+    from ghostexport.report.runs import Sweep
     from ghostexport.surgery import GraphReport, SurgeryReport
 
 # No markup: model names and pip extras contain square brackets.
@@ -200,7 +200,7 @@ def print_graph(report: GraphReport, as_json: bool) -> None:
 
 def print_comparison(first: Path, second: Path) -> None:
     """Prints two runs side by side."""
-    from ghostexport.benchmarking.compare import compare
+    from ghostexport.report.runs import compare
 
     found = compare(first, second)
     table = Table("", found.a, found.b, "A / B", "verdict")

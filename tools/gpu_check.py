@@ -25,9 +25,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ghostexport.execution import Execution
+from ghostexport.files import write_json
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.recipe import BuildSection
-from ghostexport.runfolder import write_json
 from ghostexport.runtimes import RUNTIMES, doctor
 from ghostexport.runtimes.generation import generate
 from ghostexport.runtimes.gpu import find_gpu

@@ -1,8 +1,8 @@
 """The benchmark: how much faster, how much smaller, how much worse, on this device.
 
-Reading order: :mod:`workloads` (what is run), :mod:`measuring` (how), :mod:`statistics`, :mod:`ideal`, :mod:`verdicts`,
-:mod:`result` (the JSON), :mod:`report` (the page). :func:`bench` puts them together, :mod:`stage` runs it on a run
-folder.
+Reading order: :mod:`workloads` (what is run), :mod:`measuring` (how), :mod:`statistics`, :mod:`ideal`, :mod:`result`
+(verdicts and the JSON). :func:`bench` puts them together, :mod:`bench_run` runs it on a run folder. Probes of the
+machine are in :mod:`machine`, the page made of the results in :mod:`ghostexport.report`.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ __all__ = ["SCHEMA", "BenchReport", "Ceilings", "VariantFacts", "bench", "bench_
 
 
 def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
-    """The bench stage of a run; see :func:`ghostexport.benchmarking.stage.bench_run`."""
-    from ghostexport.benchmarking.stage import bench_run as run  # imports torch; the rest of this package does not
+    """The bench stage of a run; see :func:`ghostexport.benchmarking.bench_run.bench_run`."""
+    from ghostexport.benchmarking.bench_run import bench_run as run  # imports torch; the rest of this package does not
 
     return run(folder, recipe, execution)

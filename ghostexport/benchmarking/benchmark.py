@@ -9,14 +9,12 @@ from typing import Any
 
 import psutil
 
-from ghostexport.benchmarking.ceilings import measure_ceilings
-from ghostexport.benchmarking.energy import EnergyMeter, find_meter
-from ghostexport.benchmarking.ideal import Ceilings, VariantFacts, ideal_speedup
-from ghostexport.benchmarking.machine import MachineWatch, card
+from ghostexport.benchmarking.ideal import Ceilings, VariantFacts, ideal_speedup, measure_ceilings
+from ghostexport.benchmarking.machine.card import MachineWatch, card
+from ghostexport.benchmarking.machine.energy import EnergyMeter, find_meter
+from ghostexport.benchmarking.machine.memory import device_bytes
 from ghostexport.benchmarking.measuring import Cell, Footprint, Loaders, SessionPool, footprint, measure
-from ghostexport.benchmarking.memory import device_bytes
-from ghostexport.benchmarking.result import BenchReport
-from ghostexport.benchmarking.verdicts import compare_cells
+from ghostexport.benchmarking.result import BenchReport, compare_cells
 from ghostexport.benchmarking.workloads import METRICS, Clock, Workload, grid, why_not
 from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution

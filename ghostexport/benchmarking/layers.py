@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ghostexport.benchmarking.workloads import Workload
-from ghostexport.runfolder import write_json
+from ghostexport.files import write_json
 from ghostexport.runtimes.base import KVCache, Session
 
 #: Executions that are timed layer by layer.

@@ -10,10 +10,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ghostexport.benchmarking.energy import EnergyMeter
 from ghostexport.benchmarking.layers import LayerProfile, profile_layers
-from ghostexport.benchmarking.machine import MachineWatch
-from ghostexport.benchmarking.memory import device_bytes, peak_bytes, process_bytes, release_free_memory, reset_peak
+from ghostexport.benchmarking.machine.card import MachineWatch
+from ghostexport.benchmarking.machine.energy import EnergyMeter
+from ghostexport.benchmarking.machine.memory import (
+    device_bytes,
+    peak_bytes,
+    process_bytes,
+    release_free_memory,
+    reset_peak,
+)
 from ghostexport.benchmarking.workloads import METRICS, Clock, TokenIds, Workload, visit
 from ghostexport.errors import ParityError
 from ghostexport.execution import Execution, Progress

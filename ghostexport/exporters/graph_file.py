@@ -12,8 +12,8 @@ from typing import Any
 import onnx_ir as ir
 
 from ghostexport.errors import ExportError, RunFolderError
+from ghostexport.files import require_space, sha256_file
 from ghostexport.kv_names import group_by_block, pair_kv, parse_kv_name
-from ghostexport.runfolder import require_space, sha256_file
 
 _PACKAGES = {"transformers": "transformers", "optimum": "optimum-onnx"}
 

@@ -16,8 +16,8 @@ import transformers
 
 from ghostexport.errors import ModelLayoutError
 from ghostexport.execution import Execution
+from ghostexport.files import require_space, sha256_file, write_json
 from ghostexport.models.silence import hidden_progress_bars
-from ghostexport.runfolder import require_space, sha256_file, write_json
 
 #: Relative Frobenius distance below which an untied head is the embedding stored twice with two quantisations.
 #: 4-bit formats measure near 0.1; independent matrices measure near 1.4.

@@ -19,6 +19,7 @@ from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.execution import Execution
+from ghostexport.files import write_bytes, write_json
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
 from ghostexport.models.checkpoints import save_checkpoint
 from ghostexport.models.silence import hidden_progress_bars, silenced
@@ -27,7 +28,6 @@ from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_oper
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Dtype
-from ghostexport.runfolder import write_bytes, write_json
 
 #: ``Execution.device`` of a model spread over devices, memory and disk.
 SPLIT = "split"

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RunFolderError
+from ghostexport.files import atomic_path, require_space
 from ghostexport.models import LoadedModel
 from ghostexport.moments import BoundaryMoments, MagnitudeRatios
 from ghostexport.plan import PrunePlan
 from ghostexport.recovery.gathering import Gathered, Request
-from ghostexport.runfolder import atomic_path, require_space
 
 FORMAT = "ghostexport.statistics/1"
 

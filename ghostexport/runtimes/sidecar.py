@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ghostexport.errors import RunFolderError
+from ghostexport.files import sha256_file, write_json
 from ghostexport.recipe import BuildSection
-from ghostexport.runfolder import sha256_file, write_json
 from ghostexport.runtimes.base import EngineFile, Tensor
 
 SCHEMA = "ghostexport.engine/1"

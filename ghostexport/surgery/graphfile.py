@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from onnx_ir import external_data as ir_external
 
 from ghostexport.errors import RunFolderError, SurgeryError
-from ghostexport.runfolder import atomic_path, require_space
+from ghostexport.files import atomic_path, require_space
 from ghostexport.surgery.hostile import check_external, check_proto
 
 _ALIGN = 64

@@ -11,9 +11,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from ghostexport.errors import BoundaryNotFound, RecipeError, SurgeryError
+from ghostexport.files import atomic_path
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.runfolder import atomic_path
 from ghostexport.surgery import cut, folds, graphfile, kv_cache, refusals, scaling, splice
 from ghostexport.surgery.body import find_bodies
 from ghostexport.surgery.boundaries import DecoderLayout, find_layout

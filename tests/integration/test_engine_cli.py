@@ -8,9 +8,10 @@ import pytest
 
 from ghostexport.cli import resolve
 from ghostexport.execution import Execution
+from ghostexport.files import write_bytes
 from ghostexport.operators import load_operators
 from ghostexport.pipeline import run as run_pipeline
-from ghostexport.runfolder import RunFolder, write_bytes
+from ghostexport.runfolder import RunFolder
 from ghostexport.runtimes import RUNTIMES, load_engine
 
 pytestmark = pytest.mark.slow

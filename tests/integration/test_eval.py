@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ghostexport import calibration, models
-from ghostexport.benchmarking.report import render
-from ghostexport.benchmarking.sections import number
 from ghostexport.cli import resolve
 from ghostexport.evaluation.tasks import ask, summarise
 from ghostexport.execution import Execution
 from ghostexport.pipeline import read_operators, read_plan
 from ghostexport.pipeline import run as run_pipeline
+from ghostexport.report.page import render
+from ghostexport.report.sections import number
 from ghostexport.runfolder import RunFolder
 
 OPERATORS = ["ghost", "replaceme-lstsq"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ghostexport.benchmarking.report import write_report
+from ghostexport.report.page import write_report
 from tests.integration.chromium import Page, find_chromium
 from tests.unit.benchmarking.synthetic import write_evaluation, write_run
 

@@ -39,6 +39,7 @@ LIGHT = (
     "selection/__init__.py",
     "selection/registry.py",
     "kv_names.py",
+    "files.py",
     "runfolder.py",
     "operators.py",
     "pipeline.py",

@@ -14,8 +14,8 @@ from ghostexport import exporters
 from ghostexport.errors import ExportError, RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.exporters import graph_file
 from ghostexport.exporters.simplify import simplify
+from ghostexport.files import sha256_file
 from ghostexport.models.silence import silenced
-from ghostexport.runfolder import sha256_file
 from tests.tiny import tiny
 
 

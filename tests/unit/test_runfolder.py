@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ghostexport.errors import RunFolderError
-from ghostexport.runfolder import RunFolder, atomic_path, require_space, write_bytes, write_json
+from ghostexport.files import atomic_path, require_space, write_bytes, write_json
+from ghostexport.runfolder import RunFolder
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from ghostexport.files import write_bytes, write_json
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import parse_recipe
-from ghostexport.runfolder import RunFolder, write_bytes, write_json
+from ghostexport.runfolder import RunFolder
 from ghostexport.show import variant_rows
 
 RECIPE = parse_recipe({"model": {"source": "x"}, "recover": {"operators": ["ghost"]}})

@@ -17,11 +17,11 @@ from torch import nn
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import ModelLayoutError
+from ghostexport.files import require_space
 from ghostexport.models import LoadedModel, find_mid, read_residuals
 from ghostexport.models.blocks import hidden_states, output_states
 from ghostexport.moments import require_finite
 from ghostexport.recovery.last_block import additive_projections
-from ghostexport.runfolder import require_space
 
 
 class _StopBlockError(Exception):

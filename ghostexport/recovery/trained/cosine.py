@@ -20,6 +20,7 @@ import torch
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.execution import Execution
+from ghostexport.files import require_space
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator
 from ghostexport.plan import Boundary, PrunePlan
@@ -27,7 +28,6 @@ from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.fits.down_projection import folded
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.several_cuts import Crossing, fit_sequential
-from ghostexport.runfolder import require_space
 
 LEARNING_RATE = 1e-4
 TOKENS = 1024

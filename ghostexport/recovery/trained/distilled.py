@@ -26,12 +26,12 @@ import torch
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
 from ghostexport.execution import Execution
+from ghostexport.files import require_space
 from ghostexport.models import BoundaryModule, LoadedModel, patch
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.held_out import measure
-from ghostexport.runfolder import require_space
 
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 1e-4

@@ -7,8 +7,8 @@ from typing import Any
 
 from ghostexport.errors import BuildError, RecipeError
 from ghostexport.execution import Execution
+from ghostexport.files import write_bytes
 from ghostexport.recipe import BuildSection
-from ghostexport.runfolder import write_bytes
 from ghostexport.runtimes.interface import Interface
 
 #: Settings that are one builder flag.

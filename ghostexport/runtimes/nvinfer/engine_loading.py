@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ghostexport.errors import BuildError, RuntimeUnavailableError
+from ghostexport.files import atomic_path
 from ghostexport.operators import OperatorSet
-from ghostexport.runfolder import atomic_path
 from ghostexport.runtimes.base import EngineFile
 from ghostexport.runtimes.gpu import Gpu
 from ghostexport.runtimes.interface import operator_weights

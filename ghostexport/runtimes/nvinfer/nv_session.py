@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ghostexport.errors import BuildError, RecipeError, RuntimeUnavailableError
+from ghostexport.files import write_bytes
 from ghostexport.kv_names import pair_kv
-from ghostexport.runfolder import write_bytes
 from ghostexport.runtimes.base import EngineFile, KVCache, Tensor
 from ghostexport.runtimes.nvinfer.diagnosis import capture_log, layer_information, layer_timer
 from ghostexport.runtimes.nvinfer.engine_loading import create_runtime, load_plan

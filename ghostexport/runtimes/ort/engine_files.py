@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ghostexport.errors import BuildError
+from ghostexport.files import atomic_path, require_space, write_bytes
 from ghostexport.operators import OperatorSet
-from ghostexport.runfolder import atomic_path, require_space, write_bytes
 from ghostexport.runtimes.base import EngineFile
 from ghostexport.runtimes.interface import external, load_graph, operator_weights
 from ghostexport.runtimes.sidecar import file_sha256, write_sidecar

@@ -10,9 +10,9 @@ from typing import Any
 
 from ghostexport.errors import BuildError, RuntimeUnavailableError
 from ghostexport.execution import Execution
+from ghostexport.files import require_space
 from ghostexport.operators import OperatorSet
 from ghostexport.recipe import BuildSection
-from ghostexport.runfolder import require_space
 from ghostexport.runtimes.base import Availability, EngineFile
 from ghostexport.runtimes.building import PeakMemory, refuse_foreign
 from ghostexport.runtimes.interface import read_interface

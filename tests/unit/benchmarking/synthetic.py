@@ -107,10 +107,11 @@ def write_run(folder: Path, removed: int = 7, seed: int = 0) -> Path:
     """A run folder of a 30-block model, measured with synthetic sessions that cost about what SmolLM2 costs."""
     from ghostexport.benchmarking import bench
     from ghostexport.execution import Execution
+    from ghostexport.files import write_bytes, write_json
     from ghostexport.operators import Operator, OperatorSet
     from ghostexport.plan import PrunePlan
     from ghostexport.recipe import parse_recipe
-    from ghostexport.runfolder import RunFolder, write_bytes, write_json
+    from ghostexport.runfolder import RunFolder
 
     run, generator = RunFolder(folder), np.random.default_rng(seed)
     recipe = parse_recipe({"model": {"source": "smollm2"}, "select": {"prune": removed}})
@@ -168,7 +169,7 @@ def write_evaluation(folder: Path) -> dict:
     """``evaluation.json`` of the run of :func:`write_run`: text, two tasks, a ladder and a sample."""
     from itertools import combinations
 
-    from ghostexport.runfolder import write_json
+    from ghostexport.files import write_json
 
     losses = {"dense": 2.845, "pruned": 4.564, "ghost": 3.45, "linearpatch-rotate": 3.951}
     right = {"dense": 0.61, "pruned": 0.37, "ghost": 0.52, "linearpatch-rotate": 0.45}

@@ -1,7 +1,7 @@
 import onnx
 from onnx import TensorProto, helper
 
-from ghostexport.benchmarking.facts import read_facts
+from ghostexport.benchmarking.ideal import read_facts
 
 
 def test_facts_of_a_hand_made_graph(tmp_path):

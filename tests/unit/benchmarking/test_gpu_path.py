@@ -10,11 +10,12 @@ import time
 import onnx
 import pytest
 
-from ghostexport.benchmarking import bench, machine
-from ghostexport.benchmarking.facts import read_facts
+from ghostexport.benchmarking import bench
+from ghostexport.benchmarking.bench_run import write_bench
+from ghostexport.benchmarking.engine_checks import engine_agrees
+from ghostexport.benchmarking.ideal import read_facts
 from ghostexport.benchmarking.layers import EXECUTIONS
-from ghostexport.benchmarking.parity import engine_agrees
-from ghostexport.benchmarking.stage import write_bench
+from ghostexport.benchmarking.machine.card import card as machine
 from ghostexport.execution import Execution
 from ghostexport.recipe import BenchSection
 from ghostexport.runtimes.gpu import Gpu

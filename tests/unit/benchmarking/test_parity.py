@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ghostexport.benchmarking.parity import engine_agrees
+from ghostexport.benchmarking.engine_checks import engine_agrees
 from ghostexport.execution import Execution
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ghostexport.benchmarking.quality import engine_quality, windows
+from ghostexport.benchmarking.engine_checks import engine_quality, windows
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError
 from ghostexport.execution import Execution

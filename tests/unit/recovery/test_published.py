@@ -11,6 +11,7 @@ import torch
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError, RecoveryError
+from ghostexport.files import write_bytes
 from ghostexport.operators import Operator, OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
@@ -18,7 +19,6 @@ from ghostexport.recovery.fits.least_squares import fit_ghost
 from ghostexport.recovery.fits.solving import solve_truncated
 from ghostexport.recovery.gathering import Gathered, Request
 from ghostexport.recovery.recover import recover
-from ghostexport.runfolder import write_bytes
 from tests.tiny import tiny
 
 PLANS = {"first": [[0, 2]], "middle": [[2, 4]], "last": [[4, 6]], "two": [[1, 2], [3, 5]]}

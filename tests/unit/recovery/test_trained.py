@@ -9,12 +9,12 @@ import torch
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError, RecoveryError
+from ghostexport.files import write_bytes
 from ghostexport.operators import Operator, OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.recover import recover
 from ghostexport.recovery.trained.distilled import TOP, Teacher
-from ghostexport.runfolder import write_bytes
 from tests.tiny import tiny
 
 

@@ -18,11 +18,12 @@ from ghostexport.evaluation.stream import boundary_errors
 from ghostexport.evaluation.tasks import ask, compare, summarise
 from ghostexport.evaluation.text import Forward, QualityMeter, continuation, measure, torch_forward
 from ghostexport.execution import Execution
+from ghostexport.files import write_json
 from ghostexport.models import LoadedModel
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import EvalSection, Recipe
-from ghostexport.runfolder import RunFolder, write_json
+from ghostexport.runfolder import RunFolder
 
 #: Tokens of held-out text that a generation sample continues.
 PROMPT = 24

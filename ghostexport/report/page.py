@@ -12,15 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ghostexport.benchmarking import plots
-from ghostexport.benchmarking.evaluation_section import evaluation_section
 from ghostexport.benchmarking.runfiles import RunFiles, read_run
-from ghostexport.benchmarking.sections import Section, number_rows
-from ghostexport.benchmarking.selection_section import selection_section
-from ghostexport.benchmarking.sweep import Sweep, sweep_plots
-from ghostexport.benchmarking.table import Row, headline, quality_rows, sentences, size_rows, speed_rows
 from ghostexport.errors import RuntimeUnavailableError
-from ghostexport.runfolder import write_bytes
+from ghostexport.files import write_bytes
+from ghostexport.report import plots
+from ghostexport.report.runs import Sweep, sweep_plots
+from ghostexport.report.sections import Section, evaluation_section, number_rows, selection_section
+from ghostexport.report.table import Row, headline, quality_rows, sentences, size_rows, speed_rows
 
 #: Heat maps drawn; more boundaries are listed in the table only.
 MAX_HEAT_MAPS = 6

@@ -6,15 +6,13 @@ import re
 import numpy as np
 import pytest
 
-from ghostexport.benchmarking.compare import compare
-from ghostexport.benchmarking.evaluation_section import evaluation_section
 from ghostexport.benchmarking.layers import LayerProfile, trtexec_profile, write_layers
-from ghostexport.benchmarking.plots import pool, scores
-from ghostexport.benchmarking.report import render, render_sweep
-from ghostexport.benchmarking.selection_section import ranking, score_plots
-from ghostexport.benchmarking.sweep import collect
-from ghostexport.benchmarking.table import sentences, summary_cells
 from ghostexport.errors import RunFolderError
+from ghostexport.report.page import render, render_sweep
+from ghostexport.report.plots import pool, scores
+from ghostexport.report.runs import collect, compare
+from ghostexport.report.sections import evaluation_section, ranking, score_plots
+from ghostexport.report.table import sentences, summary_cells
 from tests.unit.benchmarking.synthetic import write_evaluation, write_run
 
 

@@ -10,23 +10,22 @@ from typing import Any
 
 from ghostexport import runtimes
 from ghostexport.benchmarking.benchmark import bench
-from ghostexport.benchmarking.facts import read_facts
-from ghostexport.benchmarking.ideal import VariantFacts
+from ghostexport.benchmarking.engine_checks import PROMPT, engine_agrees, engine_quality
+from ghostexport.benchmarking.ideal import VariantFacts, read_facts
 from ghostexport.benchmarking.layers import write_layers
 from ghostexport.benchmarking.measuring import Loaders
-from ghostexport.benchmarking.parity import PROMPT, engine_agrees
-from ghostexport.benchmarking.quality import engine_quality
-from ghostexport.benchmarking.report import write_report
 from ghostexport.benchmarking.result import BenchReport
-from ghostexport.benchmarking.table import live_rows, summary_cells
 from ghostexport.calibration import load as load_calibration
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.execution import Execution
+from ghostexport.files import write_json
 from ghostexport.models import resolve_source
 from ghostexport.pipeline import read_plan
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Recipe
-from ghostexport.runfolder import RunFolder, write_json
+from ghostexport.report.page import write_report
+from ghostexport.report.table import live_rows, summary_cells
+from ghostexport.runfolder import RunFolder
 from ghostexport.runtimes.base import EngineFile, Runtime
 from ghostexport.runtimes.sidecar import read_sidecar
 
