@@ -1,8 +1,9 @@
-"""What is left of the model: criteria x operators on SmolLM2-135M, n = 5, 7, 11, at equal calibration tokens.
+"""What is left of the model: criteria x operators at equal calibration tokens, on SmolLM2-135M and Gemma-3-270M.
 
     python benchmarks/quality.py --work CELLS                 # everything, in the order of PARTS
     python benchmarks/quality.py --work CELLS --parts repairs --prune 7
     python benchmarks/quality.py --work CELLS --parts         # measure nothing, write JSON, tables and figures
+    python benchmarks/quality.py --work OTHER --model gemma3 --source FOLDER    # made by gemma3_270m.py
 
 Parts: ``repairs`` (every repair on the span that ``streamline`` picks and on another criterion's plan),
 ``criteria`` (every criterion with the operators of OPERATORS, on two of the domains), ``sizes`` (16 to 256
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 import transformers
-from quality_report import COMPARED, TRAINED, cell_name, render
+from quality_report import COMPARED, TRAINED, Subject, cell_name, render
 from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 
 from ghostexport import models
@@ -44,6 +45,12 @@ from ghostexport.recovery.recover import recover
 from ghostexport.selection.choosing import select
 
 PARTS = ("repairs", "criteria", "sizes", "tasks")
+
+#: What is measured, and how many blocks are removed from it.
+MODELS = {
+    "smollm2": (Subject("quality", "SmolLM2-135M", 30), (7, 11, 5)),
+    "gemma3": (Subject("quality-gemma3", "Gemma-3-270M", 18), (5, 3)),
+}
 
 #: ``@K``: the K blocks before the cut are refitted too.
 REPAIRS = (
@@ -89,16 +96,17 @@ def main() -> None:
         bench = Bench.open(arguments)
         for part in arguments.parts:
             {"repairs": repairs, "criteria": criteria, "sizes": sizes, "tasks": tasks}[part](bench, arguments)
-    render(arguments.work, arguments.results, arguments.sequences, OPERATORS)
+    render(arguments.work, arguments.results, MODELS[arguments.model][0], arguments.sequences, OPERATORS)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the measured cells")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--source", default="smollm2")
+    parser.add_argument("--model", choices=MODELS, default="smollm2")
+    parser.add_argument("--source", default="smollm2", help="folder of the model; needed for gemma3")
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--prune", type=int, nargs="+", default=[7, 11, 5])
+    parser.add_argument("--prune", type=int, nargs="+", help="blocks removed")
     parser.add_argument("--criteria", nargs="+", default=list(CRITERIA))
     parser.add_argument("--repairs", nargs="+", default=list(REPAIRS))
     parser.add_argument("--plan", help="criterion whose plans repairs and tasks are measured on besides streamline's")
@@ -109,7 +117,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--select-sequences", type=int, default=6, help="the first ones, for every criterion")
     parser.add_argument("--windows", type=int, default=5, help="held-out windows of 512 tokens per domain")
     parser.add_argument("--items", type=int, default=64, help="of every zero-shot task")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.prune = arguments.prune or MODELS[arguments.model][1]
+    if arguments.parts and arguments.model != "smollm2" and arguments.source == "smollm2":
+        parser.error(f"--model {arguments.model} needs --source FOLDER")
+    return arguments
 
 
 def repairs(bench: Bench, arguments: argparse.Namespace) -> None:
@@ -154,16 +166,16 @@ class Bench:
     @classmethod
     def open(cls, arguments: argparse.Namespace) -> Bench:
         loaded = models.load_model(arguments.source, "float32", Execution(device="cpu"))
-        texts = pools(loaded.tokenizer)
+        texts, bos = pools(loaded.tokenizer), loaded.tokenizer.bos_token_id
         most = max([arguments.sequences, *(arguments.sizes if "sizes" in arguments.parts else [])])
-        drawn = calibration_windows(texts, most + GUARDS)
+        drawn = calibration_windows(texts, most + GUARDS, bos)
         bench = cls(
             arguments.work,
             loaded,
             CalibrationSet.from_tokens(drawn.tokens[:most]),
             CalibrationSet.from_tokens(drawn.tokens[most:]),
             arguments.select_sequences,
-            held_out_windows(texts, arguments.windows),
+            held_out_windows(texts, arguments.windows, bos),
         )
         bench.cell("text-dense", {"repair": "dense"}, lambda: {"losses": losses(loaded.model, bench.held_out)})
         return bench
@@ -250,7 +262,8 @@ class Bench:
                 asked = [f"demo:{task}" for task in TASKS]
                 tokenizer = self.loaded.tokenizer
                 answers = ask({"it": half}, tokenizer, asked, None, items, Path(scratch), Execution())["it"]
-            ids = torch.tensor([[1, *tokenizer(PROMPT, add_special_tokens=False)["input_ids"]]])
+            prompt = tokenizer(PROMPT, add_special_tokens=False)["input_ids"]
+            ids = torch.tensor([[tokenizer.bos_token_id, *prompt]])
             sample = continuation(model, tokenizer, ids, 40)
             return {"answers": {task.removeprefix("demo:"): a for task, a in answers.items()}, "sample": sample}
 

@@ -22,7 +22,7 @@ LINES = {
 }
 
 
-def draw_depths(result: dict[str, Any], size: int, path: Path) -> None:
+def draw_depths(result: dict[str, Any], size: int, blocks: int, path: Path) -> None:
     """Depth on x, geometric-mean perplexity on y, one line per repair, on the spans that streamline picks."""
     rows = [row for row in result["rows"] if row["size"] == size and "streamline" in row["criteria"]]
     drawing, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -32,7 +32,7 @@ def draw_depths(result: dict[str, Any], size: int, path: Path) -> None:
             axes.plot(*zip(*points, strict=True), marker="o", label=repair, color=colour, linewidth=width)
     axes.axhline(result["dense"]["geometric_mean"], color="#555555", linestyle=":", label="dense")
     depths = sorted({row["prune"] for row in rows})
-    axes.set(xlabel="removed blocks of 30", ylabel="perplexity (geometric mean)", yscale="log", xticks=depths)
+    axes.set(xlabel=f"removed blocks of {blocks}", ylabel="perplexity (geometric mean)", yscale="log", xticks=depths)
     ticks = [20, 30, 50, 100, 200, 500, 1000]
     axes.set_yticks(ticks, labels=[str(tick) for tick in ticks])
     axes.minorticks_off()
@@ -42,7 +42,7 @@ def draw_depths(result: dict[str, Any], size: int, path: Path) -> None:
     plt.close(drawing)
 
 
-def draw_criteria(rows: Sequence[dict[str, Any]], operators: Sequence[str], path: Path) -> None:
+def draw_criteria(rows: Sequence[dict[str, Any]], operators: Sequence[str], blocks: int, path: Path) -> None:
     """Every plan's perplexity, one panel per depth, one mark per operator; the best plan on top."""
     depths = sorted({row["prune"] for row in rows})
     if not depths:
@@ -58,7 +58,7 @@ def draw_criteria(rows: Sequence[dict[str, Any]], operators: Sequence[str], path
             points = [(r["geometric_mean"], labels.index(r["label"])) for r in own if r["repair"] == operator]
             panel.plot(*zip(*points, strict=True), mark, label=operator, markersize=6, alpha=0.8)
         panel.set_yticks(range(len(labels)), labels=labels, fontsize=7)
-        panel.set(xscale="log", title=f"{depth} of 30 blocks removed")
+        panel.set(xscale="log", title=f"{depth} of {blocks} blocks removed")
         panel.set(xlabel="perplexity, up to ten times the lowest")
         low = min(best.values())
         panel.set_xlim(0.9 * low, 10 * low)

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,29 @@ RESAMPLES = 4000
 Cell = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: how its results are called, its name and its decoder blocks."""
+
+    name: str
+    title: str
+    blocks: int
+
+
 def cell_name(plan: Mapping[str, Any], size: int, repair: str) -> str:
     spans = "+".join(f"{start}-{stop}" for start, stop in plan["removed"])
     return f"{spans}-{size}-{repair}"
 
 
-def render(work: Path, results: Path, size: int, operators: Sequence[str]) -> None:
-    """Writes ``quality.json``, ``quality.md``, ``quality.png`` and ``quality_criteria.png``."""
+def render(work: Path, results: Path, subject: Subject, size: int, operators: Sequence[str]) -> None:
+    """Writes ``NAME.json``, ``NAME.md``, ``NAME.png`` and ``NAME_criteria.png`` of the subject."""
     cells = [read(path) for path in sorted(work.glob("text-*.json"))]
     dense = next(cell for cell in cells if cell["repair"] == "dense")
     cells = [cell for cell in cells if "size" in cell]
     plans = [read(path) for path in sorted(work.glob("plan-*.json"))]
     answers = {path.stem.removeprefix("tasks"): read(path) for path in sorted(work.glob("tasks*.json"))}
     recipe = {
-        "source": "SmolLM2-135M (de-quantised)",
+        "source": f"{subject.title} (de-quantised)",
         "windows": len(dense["losses"]["wiki"]),
         "window_tokens": PREDICTED + 1,
         "calibration_sequences": size,
@@ -62,10 +72,10 @@ def render(work: Path, results: Path, size: int, operators: Sequence[str]) -> No
         "samples": dict(sorted((name.partition("-")[2], cell["sample"]) for name, cell in answers.items())),
     }
     results.mkdir(parents=True, exist_ok=True)
-    write_json(results / "quality.json", result)
-    write_bytes(results / "quality.md", markdown(result, size, operators).encode())
-    draw_depths(result, size, results / "quality.png")
-    draw_criteria(result["criteria"], operators, results / "quality_criteria.png")
+    write_json(results / f"{subject.name}.json", result)
+    write_bytes(results / f"{subject.name}.md", markdown(result, size, operators).encode())
+    draw_depths(result, size, subject.blocks, results / f"{subject.name}.png")
+    draw_criteria(result["criteria"], operators, subject.blocks, results / f"{subject.name}_criteria.png")
 
 
 def read(path: Path) -> Cell:
@@ -163,7 +173,7 @@ def number_removed(plan: Cell) -> int:
 def markdown(result: Cell, size: int, operators: Sequence[str]) -> str:
     recipe = result["recipe"]
     lines = [
-        "# Quality of the repairs, SmolLM2-135M (de-quantised)",
+        f"# Quality of the repairs, {recipe['source']}",
         "",
         f"Perplexity on {recipe['windows']} held-out windows of {PREDICTED + 1} tokens per domain; geo = geometric "
         f"mean of {', '.join(AVERAGED)}, prose = of {', '.join(PROSE)}; calibration on wiki and C4 only. "

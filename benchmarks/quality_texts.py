@@ -30,14 +30,14 @@ def pools(tokenizer: Any, domains: Sequence[str] = DOMAINS) -> Pools:
     return {domain: _pool(domain, tokenizer) for domain in domains}
 
 
-def held_out_windows(pools: Pools, count: int) -> dict[str, CalibrationSet]:
-    return {domain: _windows(pool[1], count) for domain, pool in pools.items()}
+def held_out_windows(pools: Pools, count: int, bos: int) -> dict[str, CalibrationSet]:
+    return {domain: _windows(pool[1], count, bos) for domain, pool in pools.items()}
 
 
-def calibration_windows(pools: Pools, count: int) -> CalibrationSet:
+def calibration_windows(pools: Pools, count: int, bos: int) -> CalibrationSet:
     """Alternating windows of wiki and C4: every prefix is a balanced mix, and every window that judges is C4."""
     half = -(-count // 2)
-    parts = [_windows(pools[domain][0], half).tokens for domain in ("wiki", "c4")]
+    parts = [_windows(pools[domain][0], half, bos).tokens for domain in ("wiki", "c4")]
     return CalibrationSet.from_tokens(np.stack(parts, axis=1).reshape(-1, LENGTH)[:count])
 
 
@@ -63,7 +63,7 @@ def _speeches() -> Iterator[str]:
     return (file.read_text(encoding="utf-8") for file in old[::8])
 
 
-def _windows(tokens: list[int], count: int, bos: int = 1) -> CalibrationSet:
+def _windows(tokens: list[int], count: int, bos: int) -> CalibrationSet:
     """``count`` windows of :data:`LENGTH` tokens, each beginning with BOS."""
     rows = np.asarray(tokens[: count * (LENGTH - 1)], dtype=np.int64).reshape(-1, LENGTH - 1)
     return CalibrationSet.from_tokens(np.insert(rows, 0, bos, axis=1))
