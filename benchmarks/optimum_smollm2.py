@@ -29,8 +29,8 @@ from ghostexport import calibration
 from ghostexport.files import write_json
 from ghostexport.models import resolve_source
 from ghostexport.operators import OperatorSet, load_operators
+from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.surgery import inspect_graph, operate
-from ghostexport.verification import GraphRun
 
 RESULTS = Path(__file__).parent / "results" / "optimum_smollm2.json"
 LIMIT = 1e-4  # relative difference of two perplexities
@@ -129,10 +129,10 @@ def _measure(dense: Path, operators: OperatorSet, windows: Any, temporary: Path)
 
 def _perplexity(graph: Path, windows: Any) -> float:
     """``exp`` of the mean negative log-likelihood of the next token, each window by itself."""
-    session = GraphRun(graph)
+    session = open_graph(graph)
     loss = 0.0
     for ids in windows:
-        logits = session.run(ids[None], session.empty_cache(1), np.ones((1, len(ids)), np.int64))["logits"][0, :-1]
+        logits = session.forward(ids[None], session.new_cache(1))[0][0, :-1]
         shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
         chosen = shifted[np.arange(len(ids) - 1), ids[1:]]
         loss += float((np.log(np.exp(shifted).sum(-1)) - chosen).sum())

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ghostexport.errors import ParityError, RuntimeUnavailableError
+from ghostexport.errors import ParityError
 from ghostexport.float32_twin import write_float32_twin
-from ghostexport.kv_names import pair_kv, parse_kv_name
+from ghostexport.kv_names import parse_kv_name
 from ghostexport.models.running import cache_tensors, step
+from ghostexport.runtimes.ort.onnxruntime import open_graph
+from ghostexport.runtimes.ort.ort_session import OrtSession
 
 SHORT, LONG = 7, 24
 PADDING = 2  # tokens of left padding in row 1 of the short prefill
@@ -167,25 +169,25 @@ def compare(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.
 def _compare_all(model: Any, graph: Path, tokens: NDArray[np.int64], tolerance: Tolerance) -> tuple[OutputParity, ...]:
     return tuple(
         _measure(feed, name, expected[name], actual[name], tolerance)
-        for feed, expected, actual in _feeds(model, GraphRun(graph), tokens)
+        for feed, expected, actual in _feeds(model, open_graph(graph), tokens)
         for name in sorted(expected, key=_depth)
     )
 
 
 def _feeds(
-    model: Any, candidate: GraphRun, tokens: NDArray[np.int64]
+    model: Any, candidate: OrtSession, tokens: NDArray[np.int64]
 ) -> Iterator[tuple[str, dict[str, NDArray[Any]], dict[str, NDArray[Any]]]]:
     """Yields feed name, reference outputs and candidate outputs, padding positions taken out."""
+    by_block = sorted((present for _, present in candidate.kv), key=_depth)
     for length, padding in ((SHORT, PADDING), (LONG, 0)):
         mask = np.ones((2, length + 1), np.int64)
         mask[1, :padding] = 0
-        torch_cache, cache = None, candidate.empty_cache(2)
+        torch_cache, cache = None, candidate.new_cache(2)
         for start, stop, feed in ((0, length, f"prefill {length}"), (length, length + 1, f"decode {length}+1")):
             ids, attended = tokens[:, start:stop], mask[:, :stop]
             logits, torch_cache = _torch_step(model, ids, torch_cache, attended)
-            outputs = candidate.run(ids, cache, attended)
-            cache = {past: outputs[present] for past, present in candidate.kv}
-            expected = dict(zip(candidate.kv_outputs, _flat(torch_cache), strict=True)) | {"logits": logits}
+            outputs, cache = candidate.outputs(ids, cache, attended)
+            expected = dict(zip(by_block, _flat(torch_cache), strict=True)) | {"logits": logits}
             yield feed, *_without_padding(expected, outputs, attended)
 
 
@@ -240,50 +242,3 @@ def _log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 def _depth(name: str) -> tuple[int, str]:
     kv = parse_kv_name(name, output=True)
     return (kv.block, name) if kv else (1 << 30, name)
-
-
-class GraphRun:
-    """An ONNX decoder on ONNX Runtime's CPU provider, any mask, NumPy in and out.
-
-    Raises:
-        RuntimeUnavailableError: onnxruntime is missing, or cannot run the graph.
-        ParityError: its KV inputs and outputs do not pair up.
-    """
-
-    def __init__(self, graph: Path) -> None:
-        from ghostexport.runtimes.ort.onnxruntime import open_graph
-
-        self._session = open_graph(graph)
-        self._inputs = {value.name: value for value in self._session.get_inputs()}
-        self._outputs = [value.name for value in self._session.get_outputs()]
-        try:
-            self.kv = pair_kv(self._inputs, self._outputs)
-        except ValueError as error:
-            raise ParityError(f"{graph}: {error}.", "Run export and surgery again.") from error
-        unknown = set(self._inputs) - {"input_ids", "attention_mask", "position_ids", *(past for past, _ in self.kv)}
-        if unknown:
-            raise RuntimeUnavailableError(
-                f"{graph} takes {', '.join(sorted(unknown))}; only decoders of token ids can be verified here.",
-                "Run it with its own runtime.",
-            )
-        by_block = sorted(self.kv, key=lambda pair: _depth(pair[1]))
-        self.kv_outputs = [present for _, present in by_block]
-
-    def empty_cache(self, batch: int) -> dict[str, NDArray[Any]]:
-        """Keys and values of no token, by input name."""
-        dtypes = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-        cache = {}
-        for name, _ in self.kv:
-            value = self._inputs[name]
-            heads, size = value.shape[1], value.shape[3]
-            cache[name] = np.zeros((batch, heads, 0, size), dtypes[value.type])
-        return cache
-
-    def run(
-        self, ids: NDArray[np.int64], cache: Mapping[str, NDArray[Any]], mask: NDArray[np.int64]
-    ) -> dict[str, NDArray[Any]]:
-        """One step: ``ids`` ``(B, T)`` after ``cache``, ``mask`` ``(B, past + T)``; all outputs by name."""
-        positions = np.maximum(mask.cumsum(-1) - 1, 0)[:, -ids.shape[1] :]
-        feed: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **cache}
-        values = self._session.run(self._outputs, {name: feed[name] for name in self._inputs})
-        return dict(zip(self._outputs, values, strict=True))

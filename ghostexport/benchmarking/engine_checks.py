@@ -16,7 +16,8 @@ from ghostexport.evaluation.text import QualityMeter
 from ghostexport.execution import Execution
 from ghostexport.files import require_space
 from ghostexport.runtimes.base import Session
-from ghostexport.verification import TOLERANCES, GraphRun
+from ghostexport.runtimes.ort.onnxruntime import open_graph
+from ghostexport.verification import TOLERANCES
 
 PROMPT = 12
 
@@ -35,17 +36,16 @@ def engine_difference(load: Callable[[], Session], graph: Path, seed: int, promp
     Raises:
         RuntimeUnavailableError: ONNX Runtime cannot run the graph.
     """
-    reference = GraphRun(graph)
+    reference = open_graph(graph)
     session = load()
     try:
         ids = np.random.default_rng(seed).integers(3, 100, (1, prompt + 1))
-        cache, past = session.new_cache(1), reference.empty_cache(1)
+        cache, past = session.new_cache(1), reference.new_cache(1)
         errors = []
         for start, stop in ((0, prompt), (prompt, prompt + 1)):
             logits, cache = session.forward(ids[:, start:stop], cache)
-            outputs = reference.run(ids[:, start:stop], past, np.ones((1, stop), np.int64))
-            past = {name: outputs[present] for name, present in reference.kv}
-            expected = outputs["logits"].astype(np.float64)
+            wanted, past = reference.forward(ids[:, start:stop], past)
+            expected = wanted.astype(np.float64)
             errors.append(np.abs(logits[:, -1] - expected[:, -1]).max() / expected.std())
     finally:
         session.close()

@@ -115,14 +115,14 @@ def onnx_forward(graph: Path) -> Forward:
     Raises:
         RuntimeUnavailableError: onnxruntime is missing, or cannot run the graph.
     """
-    from ghostexport.verification import GraphRun
+    from ghostexport.runtimes.ort.onnxruntime import open_graph
 
-    run = GraphRun(graph)
+    session = open_graph(graph)
 
     def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Any:
         ids = input_ids.cpu().numpy()
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return run.run(ids, run.empty_cache(len(ids)), mask.cpu().numpy())["logits"]
+        mask = None if attention_mask is None else attention_mask.cpu().numpy()
+        return session.forward(ids, session.new_cache(len(ids)), mask)[0]
 
     return forward
 

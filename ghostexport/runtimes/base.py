@@ -125,8 +125,13 @@ class Session(Protocol):
         """A cache of ``length`` zero tokens, for an empty start or for a decode benchmark at that past length."""
         ...
 
-    def forward(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[NDArray[np.float32], KVCache]:
-        """Runs ``(B, T)`` token ids after ``cache``; returns logits ``(B, T, V)`` as float32 and the longer cache."""
+    def forward(
+        self, input_ids: NDArray[np.int64], cache: KVCache, attention_mask: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.float32], KVCache]:
+        """Runs ``(B, T)`` token ids after ``cache``; returns logits ``(B, T, V)`` as float32 and the longer cache.
+
+        ``attention_mask`` ``(B, past + T)`` is 0 at padding, all ones when None.
+        """
         ...
 
     def timed_forward(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[float, KVCache]:

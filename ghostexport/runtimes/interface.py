@@ -17,24 +17,21 @@ past and total. A dim that is a number stays a number; a symbol spelled as a num
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ghostexport.errors import BuildError
 from ghostexport.kv_names import pair_kv, parse_kv_name
+from ghostexport.operators import Operator, OperatorSet
 from ghostexport.runtimes.base import Tensor
 
 if TYPE_CHECKING:
     import onnx
-
-
-from collections.abc import Mapping
-
-import numpy as np
-from numpy.typing import NDArray
-
-from ghostexport.operators import Operator, OperatorSet
 
 _ROLES: dict[str, tuple[str, ...]] = {
     "input_ids": ("batch", "tokens"),
@@ -119,6 +116,35 @@ def read_interface(path: Path) -> Interface:
         metadata={entry.key: entry.value for entry in model.metadata_props},
         opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
     )
+
+
+def decoder_feeds(
+    input_ids: NDArray[np.int64], past: int, attention_mask: NDArray[np.int64] | None = None
+) -> dict[str, NDArray[np.int64]]:
+    """Every input of one call beside the KV cache, by name; a graph takes those it has.
+
+    A position counts the attended tokens before it, so rows may be padded on either side; padding has position 0.
+
+    Args:
+        input_ids: ``(B, T)``.
+        past: tokens in the cache.
+        attention_mask: ``(B, past + T)`` of 0 and 1; all ones when None.
+
+    Raises:
+        ValueError: the mask has another shape.
+    """
+    batch, tokens = input_ids.shape
+    total = past + tokens
+    mask = np.ones((batch, total), np.int64) if attention_mask is None else attention_mask.astype(np.int64)
+    if mask.shape != (batch, total):
+        raise ValueError(f"the attention mask is {mask.shape}, {tokens} tokens after {past} need {(batch, total)}")
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "position_ids": np.maximum(mask.cumsum(-1) - 1, 0)[:, past:],
+        "write_indices": np.full(batch, past),
+        "nonpad_kv_seqlen": np.full(batch, total),
+    }
 
 
 def load_graph(path: Path) -> onnx.ModelProto:

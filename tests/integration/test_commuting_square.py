@@ -7,8 +7,9 @@ from ghostexport.exporters import export_model
 from ghostexport.models import drop_blocks, insert_operators
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
+from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.surgery import operate
-from ghostexport.verification import GraphRun, compare, verify
+from ghostexport.verification import compare, verify
 
 PLANS = {"first": [(0, 2)], "middle": [(2, 4)], "last": [(4, 6)], "two-spans": [(1, 2), (3, 5)]}
 
@@ -52,16 +53,15 @@ def test_surgery_then_export_equals_export_then_surgery(exported, tmp_path, name
     operate(case.path, plan, operators, tmp_path / "cut.onnx")
     patched = insert_operators(drop_blocks(case.model, plan), operators)
     export_model(patched, tmp_path / "direct.onnx", exporter="transformers")
-    one, other = GraphRun(tmp_path / "cut.onnx"), GraphRun(tmp_path / "direct.onnx")
+    one, other = open_graph(tmp_path / "cut.onnx"), open_graph(tmp_path / "direct.onnx")
     assert one.kv == other.kv
     rng = np.random.default_rng(1)
-    caches = [one.empty_cache(2), other.empty_cache(2)]
+    caches = [one.new_cache(2), other.new_cache(2)]
     total = 0
     for tokens in (5, 11, 1, 1):  # prefill from nothing, a chunk after a past, two decode steps
         ids = rng.integers(0, 128, (2, tokens))
         total += tokens
-        mask = np.ones((2, total), np.int64)
-        outputs = [run.run(ids, cache, mask) for run, cache in zip((one, other), caches, strict=True)]
+        results = [run.outputs(ids, cache) for run, cache in zip((one, other), caches, strict=True)]
+        outputs, caches = zip(*results, strict=True)
         for key in outputs[0]:
             np.testing.assert_allclose(outputs[0][key], outputs[1][key], atol=5e-5, err_msg=f"{key} at {total}")
-        caches = [{past: out[present] for past, present in one.kv} for out in outputs]

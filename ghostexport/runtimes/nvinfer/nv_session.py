@@ -26,6 +26,7 @@ from ghostexport.errors import BuildError, RecipeError, RuntimeUnavailableError
 from ghostexport.files import write_bytes
 from ghostexport.kv_names import pair_kv
 from ghostexport.runtimes.base import EngineFile, KVCache, Tensor
+from ghostexport.runtimes.interface import decoder_feeds
 from ghostexport.runtimes.nvinfer.diagnosis import capture_log, layer_information, layer_timer
 from ghostexport.runtimes.nvinfer.engine_loading import create_runtime, load_plan
 
@@ -109,8 +110,10 @@ class NvSession:
             self._device.zero(buffer)
         return NvCache(0, batch, length, self._cache_bytes(batch, length), self._epoch, 0)
 
-    def forward(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[NDArray[np.float32], NvCache]:
-        run, longer = self._prepare(input_ids, cache)
+    def forward(
+        self, input_ids: NDArray[np.int64], cache: KVCache, attention_mask: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.float32], NvCache]:
+        run, longer = self._prepare(input_ids, cache, attention_mask)
         run()
         logits = next(t for t in self.engine.outputs if t.name == "logits")
         batch, tokens = input_ids.shape
@@ -199,7 +202,9 @@ class NvSession:
                 log=self._logger.text,
             )
 
-    def _prepare(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[Callable[[], None], NvCache]:
+    def _prepare(
+        self, input_ids: NDArray[np.int64], cache: KVCache, attention_mask: NDArray[np.int64] | None = None
+    ) -> tuple[Callable[[], None], NvCache]:
         """Uploads the inputs; returns what enqueues the call, and the cache after it."""
         if not isinstance(cache, NvCache):
             raise TypeError("a cache belongs to the runtime that made it")
@@ -211,13 +216,7 @@ class NvSession:
             raise ValueError(f"the cache holds {cache.batch} sequences, the call has {batch}")
         sizes = self._sizes(batch, tokens, cache.length)
         plan, index = self._profile(batch, tokens, cache.length)
-        feeds = {
-            "input_ids": input_ids,
-            "attention_mask": np.ones((batch, sizes["total"]), np.int64),
-            "position_ids": np.broadcast_to(np.arange(cache.length, sizes["total"]), (batch, tokens)),
-            "write_indices": np.full(batch, cache.length),
-            "nonpad_kv_seqlen": np.full(batch, sizes["total"]),
-        }
+        feeds = decoder_feeds(input_ids, cache.length, attention_mask)
         for name, buffer in self._inputs.items():
             self._device.upload(buffer, feeds[name].astype(self._dtypes[name]))
         slot = (cache.slot + 1) % len(self._sets)

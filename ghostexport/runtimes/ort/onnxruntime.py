@@ -125,7 +125,7 @@ class OnnxRuntime:
                 started, problem = False, str(error)
             if started:
                 execution.say(f"onnxruntime runs {engine.variant} with the {first} provider")
-                return OrtSession(ort, session, engine, first)
+                return OrtSession(ort, session, engine.path, engine.inputs, engine.outputs, first)
             if explicit or position == len(candidates) - 1:
                 raise RuntimeUnavailableError(
                     f"ONNX Runtime's {first} provider cannot run {engine.path}: {problem}",
@@ -164,22 +164,24 @@ def choose_providers(ort: Any, settings: BuildSection, execution: Execution) -> 
     return ("cpu",) if execution.device == "cpu" else installed
 
 
-def open_graph(graph: Path) -> Any:
-    """An ``onnxruntime.InferenceSession`` on a graph as it is, on the CPU provider: for comparing numbers, not speed.
+def open_graph(graph: Path) -> OrtSession:
+    """A session on a graph as it is, on the CPU provider: for comparing numbers, not speed.
 
     Raises:
+        BuildError: the graph is not a decoder with KV inputs and outputs that pair up.
         RuntimeUnavailableError: onnxruntime is missing, or lacks a kernel or operator of the graph.
     """
-    ort = _import()
+    ort, interface = _import(), read_interface(graph)
     options = ort.SessionOptions()
     options.log_severity_level = 3
     try:
-        return ort.InferenceSession(str(graph), options, providers=[PROVIDERS["cpu"]])
+        session = ort.InferenceSession(str(graph), options, providers=[PROVIDERS["cpu"]])
     except Exception as error:
         explained = _explain(graph, str(error))
         raise RuntimeUnavailableError(
             f"ONNX Runtime {ort.__version__} cannot run {graph} on the CPU: {error}", explained.remedy
         ) from error
+    return OrtSession(ort, session, graph, interface.inputs, interface.outputs, "cpu")
 
 
 def _import() -> Any:
