@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,6 +93,10 @@ class CalibrationSet:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
+    def first(self, count: int | None) -> CalibrationSet:
+        """The first ``count`` sequences; None for all."""
+        return CalibrationSet(self.tokens[:count], self.attention_mask[:count], self.spec)
+
     def batches(self, device: torch.device | str = "cpu", tokens: int = BATCH_TOKENS) -> Iterator[Batch]:
         """The sequences in order, about ``tokens`` tokens at a time, at least one sequence."""
         size = max(1, tokens // self.tokens.shape[1])
@@ -138,9 +142,14 @@ class CalibrationSet:
             )
 
 
-def draw(
-    section: CalibrationSection, tokenizer: Any, execution: Execution | None = None
-) -> tuple[CalibrationSet, CalibrationSet]:
+class Tokens(NamedTuple):
+    """Windows to choose and fit on, and windows of other documents to measure on."""
+
+    calibration: CalibrationSet
+    held_out: CalibrationSet
+
+
+def draw(section: CalibrationSection, tokenizer: Any, execution: Execution | None = None) -> Tokens:
     """Draws calibration windows and held-out windows, the two from different documents.
 
     Each document goes whole to the set that is relatively emptier; a set's documents are joined by blank lines and cut
@@ -181,7 +190,7 @@ def draw(
             windows = np.insert(windows, 0, bos, axis=1)
         spec = section.model_dump(mode="json") | {"split": split, "bos": bos, "tokenizer": type(tokenizer).__name__}
         sets.append(CalibrationSet.from_tokens(windows, **spec))
-    return sets[0], sets[1]
+    return Tokens(*sets)
 
 
 def _tokenized(texts: Iterator[str], tokenizer: Any) -> Iterator[list[int]]:
@@ -201,7 +210,7 @@ def save(path: Path, drawn: CalibrationSet, held_out: CalibrationSet) -> Path:
     return path
 
 
-def load(path: Path) -> tuple[CalibrationSet, CalibrationSet]:
+def load(path: Path) -> Tokens:
     """Reads what :func:`save` wrote; returns calibration and held-out set.
 
     Raises:
@@ -228,4 +237,4 @@ def load(path: Path) -> tuple[CalibrationSet, CalibrationSet]:
     for name, part in zip(("calibration", "held_out"), sets, strict=True):
         if part.sha256 != header[name]["sha256"]:
             raise RunFolderError(f"{path} was edited: the {name} tokens do not match their hash.", remake)
-    return sets[0], sets[1]
+    return Tokens(*sets)

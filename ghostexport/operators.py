@@ -244,6 +244,14 @@ class OperatorSet:
         if [o.boundary for o in self.operators] != list(self.plan.boundaries):
             raise ValueError("an operator set has exactly one operator per boundary of its plan, in order")
 
+    def require_plan(self, plan: PrunePlan) -> None:
+        """Raises RecipeError when the operators were fitted for another plan."""
+        if self.plan.sha256 != plan.sha256:
+            raise RecipeError(
+                f"The operators {self.name!r} were fitted for {self.plan}, not for {plan}.",
+                "Use the plan stored in the operator file, or recover again.",
+            )
+
     @property
     def num_parameters(self) -> int:
         return sum(operator.num_parameters for operator in self.operators)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ghostexport.errors import RecipeError, RunFolderError
+from ghostexport.errors import RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
 from ghostexport.operators import OperatorSet, load_operators
@@ -174,14 +174,10 @@ def build(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]
 
     written: list[Path] = []
     for name in recipe.build.runtimes:
-        runtime = runtimes.RUNTIMES[name]
         for done, variant in enumerate(recipe.variants):
             execution.progress(f"build {name}", done, len(recipe.variants))
-            target = folder.engine_path(name, variant)
-            engine = runtimes.current_engine(runtime, folder.graph_path(variant), target, recipe.build)
-            if engine is None:
-                engine = runtime.build(folder.graph_path(variant), target, variant, recipe.build, execution)
-            written += engine.files
+            graph, target = folder.graph_path(variant), folder.engine_path(name, variant)
+            written += runtimes.build_engine(name, graph, target, variant, recipe.build, execution).files
     return written
 
 
@@ -290,11 +286,7 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _resolved(recipe: Recipe, execution: Execution) -> Recipe:
-    if (recipe.select.prune is None) == (recipe.select.spans is None):
-        raise RecipeError(
-            "The recipe must say what to remove: either a number of blocks or a plan.",
-            "Give --prune 7 (a criterion chooses), or --plan '[[10, 17]]' (half-open spans).",
-        )
+    recipe.select.require_removal()
     if recipe.build.runtimes:
         return recipe
     from ghostexport import runtimes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ghostexport.errors import RecipeError
 from ghostexport.recovery.registry import OPERATORS
@@ -52,7 +52,27 @@ class _Section(BaseModel):
             raise RecipeError("\n".join(_explain(cls, cls.__name__, e) for e in error.errors())) from None
 
 
+def _operators(names: tuple[str, ...]) -> tuple[str, ...]:
+    return _each_once(names, [base_operator(name) for name in names], OPERATORS, "operator")
+
+
+def _runtimes(names: tuple[str, ...]) -> tuple[str, ...]:
+    from ghostexport.runtimes import RUNTIMES  # reads recipes itself
+
+    return _each_once(names, names, RUNTIMES, "runtime")
+
+
+def _each_once(names: tuple[str, ...], kinds: Iterable[str], valid: Iterable[str], what: str) -> tuple[str, ...]:
+    for kind in kinds:
+        require_name(kind, valid, what)
+    if len(set(names)) != len(names):
+        raise RecipeError(f"{what}s are named twice: {', '.join(names)}.", "Name each once.")
+    return names
+
+
 class ModelSection(_Section):
+    """Which model, in which precision; ``trust_remote_code`` runs the Python code that the source brings."""
+
     source: str
     revision: str | None = None
     dtype: Dtype = "float32"
@@ -60,6 +80,8 @@ class ModelSection(_Section):
 
 
 class CalibrationSection(_Section):
+    """Text: where from, how many windows of how many tokens to fit and to measure on, which draw, BOS in front."""
+
     source: str = "wikitext2"
     sequences: Annotated[int, Field(ge=1)] = 128
     length: Annotated[int, Field(ge=2)] = 2048
@@ -79,17 +101,20 @@ class SelectSection(_Section):
         base: score that ``prune-and-comp`` ranks by: shortgpt, taylor, magnitude or perplexity.
     """
 
-    criterion: str = "streamline"
+    criterion: Annotated[str, AfterValidator(lambda name: require_name(name, CRITERIA, "criterion"))] = "streamline"
     prune: Annotated[int, Field(ge=1)] | None = None
     spans: tuple[tuple[int, int], ...] | None = None
     protect_first: Annotated[int, Field(ge=0)] | None = None
     protect_last: Annotated[int, Field(ge=0)] | None = None
     base: str = "shortgpt"
 
-    @field_validator("criterion")
-    @classmethod
-    def _known(cls, criterion: str) -> str:
-        return require_name(criterion, CRITERIA, "criterion")
+    def require_removal(self) -> None:
+        """Raises RecipeError unless the section says what to remove, once."""
+        if (self.prune is None) == (self.spans is None):
+            raise RecipeError(
+                "It must be said what to remove: either a number of blocks or a plan.",
+                "Give --prune 7 (a criterion chooses), or --plan '[[10, 17]]' (half-open spans).",
+            )
 
 
 class RecoverSection(_Section):
@@ -112,7 +137,7 @@ class RecoverSection(_Section):
     """
 
     resolved: ClassVar[tuple[str, ...]] = ("quality", "refit_downstream")
-    operators: tuple[str, ...] = ("ghost", "linearpatch-rotate")
+    operators: Annotated[tuple[str, ...], AfterValidator(_operators)] = ("ghost", "linearpatch-rotate")
     ridge: Annotated[float, Field(ge=0)] | Literal["cv"] = 1e-6
     rank: Annotated[int, Field(ge=1)] | None = None
     refit_upstream: Annotated[int, Field(ge=0)] = 0
@@ -140,15 +165,10 @@ class RecoverSection(_Section):
                 given["operators"] = tuple(base_operator(name) + REFIT * everywhere for name in names)
         return given
 
-    @field_validator("operators")
-    @classmethod
-    def _known(cls, operators: tuple[str, ...]) -> tuple[str, ...]:
-        for name in operators:
-            require_name(base_operator(name), OPERATORS, "operator")
-        return _once(operators, "operators")
-
 
 class ExportSection(_Section):
+    """Who exports, and to which ONNX operator set."""
+
     exporter: Literal["auto", "transformers", "optimum"] = "auto"
     opset: Annotated[int, Field(ge=18, le=26)] = 20
 
@@ -174,7 +194,7 @@ class BuildSection(_Section):
         providers: ONNX Runtime providers in order; empty chooses by what is installed.
     """
 
-    runtimes: tuple[str, ...] = ()
+    runtimes: Annotated[tuple[str, ...], AfterValidator(_runtimes)] = ()
     profiles: Literal["joint", "split", "single"] = "joint"
     max_batch: Annotated[int, Field(ge=1)] = 4
     opt_batch: Annotated[int, Field(ge=1)] = 1
@@ -191,15 +211,6 @@ class BuildSection(_Section):
     opt_level: Annotated[int, Field(ge=0, le=5)] | None = None
     compute_capability: tuple[Annotated[str, Field(pattern=r"^(SM\d+|CURRENT)$")], ...] = ()
     providers: tuple[Literal["tensorrt", "nv-tensorrt-rtx", "cuda", "cpu"], ...] = ()
-
-    @field_validator("runtimes")
-    @classmethod
-    def _known(cls, runtimes: tuple[str, ...]) -> tuple[str, ...]:
-        for name in runtimes:
-            from ghostexport.runtimes import RUNTIMES  # reads recipes itself
-
-            require_name(name, RUNTIMES, "runtime")
-        return _once(runtimes, "runtimes")
 
 
 #: What the presets of the benchmark measure; ``edge`` is the default. A key given beside ``preset`` wins over it.
@@ -364,12 +375,6 @@ def base_operator(name: str) -> str:
 
 def _tupled(value: Any) -> Any:
     return tuple(_tupled(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _once(names: tuple[str, ...], what: str) -> tuple[str, ...]:
-    if len(set(names)) != len(names):
-        raise RecipeError(f"{what} are named twice: {', '.join(names)}.", "Name each once.")
-    return names
 
 
 def _explain(root: Any, origin: str, error: Any) -> str:

@@ -177,7 +177,7 @@ def print_surgery(report: SurgeryReport) -> None:
         f"weights {report.weight_bytes_before / 1e6:.1f} -> {report.weight_bytes_after / 1e6:.1f} MB, "
         f"{len(report.kv_inputs_removed)} KV inputs removed, {len(report.kv_renamed)} names renumbered",
     )
-    _out.print(f"{report.output}: {report.bytes_written:,} bytes written")
+    _out.print(f"{report.path.name}: {report.bytes_written:,} bytes written")
 
 
 def print_graph(report: GraphReport, as_json: bool) -> None:

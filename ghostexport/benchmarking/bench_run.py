@@ -1,28 +1,30 @@
-"""The bench stage: quality and speed of every engine of a run that can run here, and the report."""
+"""The benchmark of a run: quality and speed of every engine that can run here, and the report; or of engines."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ghostexport import runtimes
 from ghostexport.benchmarking.benchmark import bench
-from ghostexport.benchmarking.engine_checks import PROMPT, engine_agrees, engine_quality
+from ghostexport.benchmarking.engine_checks import agreements, engine_quality
 from ghostexport.benchmarking.ideal import VariantFacts, read_facts
 from ghostexport.benchmarking.layers import write_layers
 from ghostexport.benchmarking.measuring import Loaders
 from ghostexport.benchmarking.result import BenchReport
+from ghostexport.calibration import CalibrationSet
 from ghostexport.calibration import load as load_calibration
-from ghostexport.errors import RuntimeUnavailableError
+from ghostexport.errors import RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.files import write_json
 from ghostexport.models import resolve_source
 from ghostexport.pipeline import read_plan
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import Recipe
+from ghostexport.recipe import BenchSection, BuildSection, Recipe
 from ghostexport.report.page import write_report
 from ghostexport.report.table import live_rows, summary_cells
 from ghostexport.runfolder import RunFolder
@@ -61,7 +63,7 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
             facts,
             recipe.bench,
             execution,
-            parity=_parity(folder, recipe, name, loaders, execution),
+            parity=_parity(folder, recipe, engines[recipe.variants[0]], loaders, execution),
             recipe_sha256=recipe.sha256,
             observe=lambda cells: execution.table(recipe.variants, live_rows(cells)),
         )
@@ -71,6 +73,39 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
     except RuntimeUnavailableError as error:
         execution.say(f"report.html was not written: {error.message} {error.remedy}")
     return written
+
+
+def bench_engines(
+    files: Sequence[Path | EngineFile],
+    section: BenchSection,
+    execution: Execution,
+    held_out: CalibrationSet | None = None,
+) -> BenchReport:
+    """Measures engines of one runtime against each other.
+
+    Args:
+        files: engines, their sidecars, or graphs, which are built as the first engine was, beside the graph. The first
+            is the reference, ``dense`` by convention.
+        section: workloads, rounds, seed.
+        execution: told what is done.
+        held_out: text for the quality of every engine (``extra["quality"]``); None: not measured.
+
+    Raises:
+        RecipeError: no files, several runtimes, or a variant twice; no workload fits the engines.
+        RunFolderError: the graph that an engine was built from is gone.
+    """
+    engines = _by_variant(files, execution)
+    one = next(iter(engines.values()))
+    graphs = {variant: _graph(engine) for variant, engine in engines.items()}
+    facts = {variant: read_facts(graph) for variant, graph in graphs.items()}
+    runtime = runtimes.RUNTIMES[one.runtime]
+    loaders = {v: functools.partial(runtime.load, engine, execution) for v, engine in engines.items()}
+    quality = {}
+    if held_out is not None:
+        longest = int(one.flags["max_tokens"])
+        quality = {"quality": engine_quality(loaders, held_out, section.eval_tokens, longest, execution)}
+    parity = agreements(loaders, graphs, one, facts[one.variant].dtype, section.seed, execution)
+    return replace(bench(loaders, engines, facts, section, execution, parity=parity), extra=quality)
 
 
 def write_bench(folder: Path, runtime: str, measured: BenchReport) -> list[Path]:
@@ -141,17 +176,47 @@ def _quality(
     return {"runtime": first, **by_runtime[first], "sizes": sizes, "runtimes": by_runtime}
 
 
-def _parity(folder: RunFolder, recipe: Recipe, runtime: str, loaders: Loaders, execution: Execution) -> dict[str, bool]:
+def _parity(
+    folder: RunFolder, recipe: Recipe, engine: EngineFile, loaders: Loaders, execution: Execution
+) -> dict[str, bool]:
     """Variant -> whether its graph agreed with PyTorch (the verify stage) and its engine agrees with the graph."""
     path = folder.path / "parity.json"
     reports = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    agreed = {}
-    for done, (variant, load) in enumerate(loaders.items()):
-        execution.progress("bench: parity", done, len(loaders))
-        graph = folder.graph_path(variant)
-        prompt = min(PROMPT, recipe.build.max_tokens)
-        agrees, sentence = engine_agrees(load, graph, runtime, recipe.model.dtype, recipe.bench.seed, prompt)
-        execution.say(f"parity of {variant} on {runtime}: {sentence}")
-        agreed[variant] = agrees and bool(reports.get(variant, {}).get("passed", False))
-    execution.progress("bench: parity", len(loaders), len(loaders))
-    return agreed
+    graphs = {variant: folder.graph_path(variant) for variant in loaders}
+    agreed = agreements(loaders, graphs, engine, recipe.model.dtype, recipe.bench.seed, execution)
+    return {v: agrees and bool(reports.get(v, {}).get("passed", False)) for v, agrees in agreed.items()}
+
+
+def _by_variant(files: Sequence[Path | EngineFile], execution: Execution) -> dict[str, EngineFile]:
+    known = [file if isinstance(file, EngineFile) else _sidecar(file) for file in files]
+    built = [engine for engine in known if engine is not None]
+    names = {engine.runtime for engine in built} or {runtimes.default_runtime()[0]}
+    if not known or len(names) > 1:
+        raise RecipeError(
+            f"The engines of one benchmark are of one runtime, not of {len(names) if known else 0}.",
+            "Call it once for each runtime.",
+        )
+    runtime = names.pop()
+    settings = BuildSection.model_validate({**(built[0].flags if built else {}), "runtimes": (runtime,)})
+    engines: dict[str, EngineFile] = {}
+    for file, engine in zip(files, known, strict=True):
+        if engine is None:
+            assert isinstance(file, Path)
+            target = runtimes.engine_path(file, runtime)
+            engine = runtimes.build_engine(runtime, file, target, file.stem, settings, execution)
+        if engine.variant in engines:
+            raise RecipeError(f"Two engines are called {engine.variant!r}.", "Name their graphs differently.")
+        engines[engine.variant] = engine
+    return engines
+
+
+def _sidecar(file: Path) -> EngineFile | None:
+    """The engine that ``file`` belongs to; None for a graph."""
+    return None if file.suffix == ".onnx" and not file.with_suffix(".json").exists() else read_sidecar(file)
+
+
+def _graph(engine: EngineFile) -> Path:
+    graph = engine.path.parent / str(engine.extra.get("graph"))
+    if not graph.is_file():
+        raise RunFolderError(f"{graph}, the graph that {engine.path} was built from, is missing.", "Build it again.")
+    return graph

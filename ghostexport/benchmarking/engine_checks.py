@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ghostexport.benchmarking.measuring import Loaders
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError, RuntimeUnavailableError
 from ghostexport.evaluation.text import QualityMeter
 from ghostexport.execution import Execution
 from ghostexport.files import require_space
-from ghostexport.runtimes.base import Session
+from ghostexport.runtimes.base import EngineFile, Session
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.verification import TOLERANCES
 
@@ -50,6 +51,28 @@ def engine_difference(load: Callable[[], Session], graph: Path, seed: int, promp
     finally:
         session.close()
     return float(np.max(errors))  # the built-in max would lose a NaN
+
+
+def agreements(
+    loaders: Loaders, graphs: Mapping[str, Path], engine: EngineFile, dtype: str, seed: int, execution: Execution
+) -> dict[str, bool]:
+    """Variant -> whether its engine agrees with the graph it was built from; each is said.
+
+    Args:
+        loaders: of the engines of one runtime, by variant.
+        graphs: by variant.
+        engine: one of the engines: its runtime, and the longest prompt that its profiles take.
+        dtype: of the graphs.
+        seed: of the token ids.
+    """
+    agreed = {}
+    for done, (variant, load) in enumerate(loaders.items()):
+        execution.progress("bench: parity", done, len(loaders))
+        prompt = min(PROMPT, engine.flags["max_tokens"])
+        agreed[variant], sentence = engine_agrees(load, graphs[variant], engine.runtime, dtype, seed, prompt)
+        execution.say(f"parity of {variant} on {engine.runtime}: {sentence}")
+    execution.progress("bench: parity", len(loaders), len(loaders))
+    return agreed
 
 
 def engine_agrees(

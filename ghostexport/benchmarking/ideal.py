@@ -142,12 +142,12 @@ _FLOATS = {1, 10, 11, 16}  # onnx.TensorProto: FLOAT, FLOAT16, DOUBLE, BFLOAT16
 _BUFFERS = ("inv_freq", "position_ids")
 
 
-def read_facts(graph: Path, blocks: int, query_heads: int | None = None) -> VariantFacts:
+def read_facts(graph: Path, blocks: int | None = None, query_heads: int | None = None) -> VariantFacts:
     """Facts of one variant, from its ONNX graph.
 
     Args:
         graph: the variant's graph (not the runtime's optimised one).
-        blocks: decoder blocks left.
+        blocks: decoder blocks left; None for as many as have a KV cache.
         query_heads: query heads of a block, for attention's FLOPs; None leaves attention out.
 
     Raises:
@@ -162,6 +162,7 @@ def read_facts(graph: Path, blocks: int, query_heads: int | None = None) -> Vari
     looked_up = {node.input[0] for node in proto.node if node.op_type == "Gather"} & sizes.keys()
     kv = [t for t in interface.inputs if parse_kv_name(t.name)]
     numbers = sum(math.prod(d for d in t.dims if isinstance(d, int)) for t in kv)
+    blocks = len({name.block for t in kv if (name := parse_kv_name(t.name))}) if blocks is None else blocks
     head_size = next((t.dims[-1] for t in kv if isinstance(t.dims[-1], int)), 0)
     return VariantFacts(
         blocks=blocks,

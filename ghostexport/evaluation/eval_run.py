@@ -44,7 +44,7 @@ def eval_run(
     """
     section = recipe.eval
     drawn, held_out = calibration.load(folder.calibration_path)
-    windows = _first(held_out, section.windows)
+    windows = held_out.first(section.windows)
     variants = {"dense": loaded.model, "pruned": models.patch(loaded, plan).model}
     variants |= {name: models.patch(loaded, plan, operators).model for name, operators in sets.items()}
     meters = measure({n: torch_forward(m) for n, m in variants.items()}, windows, "dense", execution)
@@ -67,10 +67,6 @@ def eval_run(
     path = folder.path / "evaluation.json"
     write_json(path, report)
     return [path]
-
-
-def _first(held_out: CalibrationSet, count: int | None) -> CalibrationSet:
-    return CalibrationSet(held_out.tokens[:count], held_out.attention_mask[:count], held_out.spec)
 
 
 def _figures(meter: QualityMeter) -> dict[str, Any]:

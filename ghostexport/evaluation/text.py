@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,12 +59,14 @@ class Quality:
         mean_kl: mean over positions of ``KL(dense || model)`` in nats; None without a reference.
         top1_agreement: share of positions where both models prefer the same next token; None without a reference.
         tokens: predicted positions.
+        tasks: accuracy on zero-shot tasks by task and metric, where they were asked for.
     """
 
     perplexity: float
     mean_kl: float | None
     top1_agreement: float | None
     tokens: int
+    tasks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass

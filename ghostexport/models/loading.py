@@ -149,7 +149,7 @@ def load_model(
     model, info = read
     _require_all_weights(model, info, folder, execution)
     model = model.eval() if execution.device == SPLIT else nn.Module.to(model, _device(execution)).eval()
-    loaded = from_memory(model, load_tokenizer(folder, trust_remote_code), str(folder))
+    loaded = from_memory(model, load_tokenizer(folder, trust_remote_code, config), str(folder))
     if not (beside := folder / OPERATORS_FILE).exists():
         return loaded
     operators = load_operators(beside)
@@ -168,8 +168,8 @@ def from_memory(model: Any, tokenizer: Any = None, source: str = "memory") -> Lo
     return LoadedModel(model, tokenizer, source, _fingerprint(model))
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The folder's tokenizer, or None when it has none.
+def load_tokenizer(folder: Path, trust_remote_code: bool = False, config: Any = None) -> Any:
+    """The folder's tokenizer, or None when it has none; ``config`` is the model's, where it is known.
 
     Raises:
         ModelLayoutError: it has tokenizer files that transformers cannot read.
@@ -177,7 +177,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
         raise ModelLayoutError(
             f"The tokenizer in {folder} cannot be read: {error}",

@@ -63,6 +63,26 @@ def current_engine(runtime: Runtime, graph: Path, target: Path, settings: BuildS
     return engine
 
 
+def engine_path(graph: Path, runtime: str) -> Path:
+    """Where an engine of a graph outside a run folder goes, without its suffix."""
+    return graph.parent / "engines" / runtime / graph.stem
+
+
+def build_engine(
+    name: str, graph: Path, target: Path, variant: str, settings: BuildSection, execution: Execution
+) -> EngineFile:
+    """The engine of ``graph`` at ``target`` (without suffix): the one that is there where it is current, else built.
+
+    Raises:
+        RecipeError: unknown runtime, or a setting that it does not support.
+        RunFolderError: the engine is current, but one of its files was edited.
+        GhostExportError: as :meth:`Runtime.build`.
+    """
+    runtime = RUNTIMES[require_name(name, RUNTIMES, "runtime")]
+    found = current_engine(runtime, graph, target, settings)
+    return found or runtime.build(graph, target, variant, settings, execution)
+
+
 def load_engine(path: Path, execution: Execution) -> tuple[EngineFile, Session]:
     """Reads the sidecar of an engine and opens a session on it."""
     engine = read_sidecar(path)

@@ -1,7 +1,31 @@
-"""Cutting decoder blocks out of exported ONNX graphs and splicing operators in. onnx-ir only, never torch."""
+"""Cutting decoder blocks out of exported ONNX graphs and splicing operators in. onnx-ir only, never torch.
+
+``ghostexport.surgery`` is this package and a function: called, it is :func:`ghostexport.api.surgery`.
+"""
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
 
 from ghostexport.surgery.inspection import GraphReport, inspect_graph
 from ghostexport.surgery.operation import operate
 from ghostexport.surgery.report import BoundaryReport, SurgeryReport
 
 __all__ = ["BoundaryReport", "GraphReport", "SurgeryReport", "inspect_graph", "operate"]
+
+
+class _Callable(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> SurgeryReport:
+        from ghostexport.api import surgery
+
+        return surgery(*args, **options)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        from ghostexport.api import surgery
+
+        return inspect.signature(surgery)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -65,9 +65,8 @@ def operate(
     own = self_contained or output.parent.resolve() != dense.parent.resolve()
     written, files = (0, []) if dry_run else graphfile.save_graph(model, output, changes.new, self_contained=own)
     return SurgeryReport(
-        path=output,
         source=dense.name,
-        output=output.name,
+        path=output,
         identity=False,
         blocks_before=plan.num_blocks,
         blocks_after=len(plan.kept),
@@ -268,11 +267,8 @@ def _check_arguments(
 ) -> None:
     if operator_dtype is not None and operator_dtype not in splice.DTYPES:
         raise RecipeError(f"Unknown operator dtype {operator_dtype!r}.", f"Valid: {', '.join(splice.DTYPES)}.")
-    if operators is not None and operators.plan.sha256 != plan.sha256:
-        raise RecipeError(
-            f"The operators {operators.name!r} were fitted for {operators.plan}, not for {plan}.",
-            "Use the plan stored in the operator file, or recover again.",
-        )
+    if operators is not None:
+        operators.require_plan(plan)
     if output.exists() and dense.exists() and output.samefile(dense):
         raise SurgeryError(f"{output} is the source graph.", "Choose another output.")
 
@@ -299,9 +295,8 @@ def _identity(dense: Path, plan: PrunePlan, output: Path, dry_run: bool) -> Surg
             shutil.copyfile(dense, temporary)
     nodes, size = sum(1 for _ in model.graph.all_nodes()), _weight_bytes(model)
     return SurgeryReport(
-        path=output,
         source=dense.name,
-        output=output.name,
+        path=output,
         identity=True,
         blocks_before=plan.num_blocks,
         blocks_after=plan.num_blocks,

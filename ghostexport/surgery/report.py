@@ -43,8 +43,8 @@ class SurgeryReport:
     """Everything that changed.
 
     Attributes:
-        path: where the new graph was written (by a dry run: would be).
-        source, output: file names.
+        source: file name.
+        path: where the new graph was written (by a dry run: would be); in JSON ``output``, its name.
         identity: nothing was asked for; the output is the source byte for byte.
         blocks_before, blocks_after: decoder blocks.
         boundaries: one entry per removed span.
@@ -58,9 +58,8 @@ class SurgeryReport:
         data_files: external-data files the output refers to, by name in its folder.
     """
 
-    path: Path
     source: str
-    output: str
+    path: Path
     identity: bool
     blocks_before: int
     blocks_after: int
@@ -78,8 +77,8 @@ class SurgeryReport:
     data_files: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON-ready data, keys in declaration order; the path is left out."""
-        data = asdict(self)
+        """Plain JSON-ready data, keys in declaration order."""
+        data = {"source": self.source, "output": self.path.name} | asdict(self)
         del data["path"]
         data["boundaries"] = [
             {key: list(value) if isinstance(value, tuple) else value for key, value in boundary.items()}

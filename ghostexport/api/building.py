@@ -1,0 +1,176 @@
+"""From a model to graphs and engines: export, surgery, verify, build, bench."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from ghostexport.api.options import (
+    BenchOptions,
+    BuildOptions,
+    ExportOptions,
+    File,
+    Plan,
+    held_out_of,
+    operators_of,
+    options_of,
+    path_of,
+    plan_of,
+)
+from ghostexport.execution import Execution
+from ghostexport.operators import OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import BenchSection, BuildSection, ExportSection
+
+if TYPE_CHECKING:
+    from ghostexport.benchmarking.result import BenchReport
+    from ghostexport.calibration import CalibrationSet, Tokens
+    from ghostexport.exporters.graph_file import OnnxGraphFile
+    from ghostexport.models import LoadedModel
+    from ghostexport.runtimes.base import EngineFile
+    from ghostexport.surgery.report import SurgeryReport
+    from ghostexport.verification import ParityReport
+
+
+@options_of(ExportSection(), ExportOptions)
+def export(
+    model: LoadedModel,
+    output: str | Path,
+    *,
+    execution: Execution | None = None,
+    **options: Unpack[ExportOptions],
+) -> OnnxGraphFile:
+    """Exports a model with its KV cache as ``output`` and ``output.data``; see :func:`exporters.export_model`.
+
+    Args:
+        output: path of the graph; its name without suffix is the variant's name (``dense.onnx``).
+        options: of :class:`ExportSection`.
+
+    Raises:
+        ExportError: the exporter failed (its error is chained).
+        RuntimeUnavailableError: the exporter is not installed.
+    """
+    from ghostexport.exporters import export_model
+
+    section = ExportSection.model_validate(options)
+    return export_model(model.model, Path(output), exporter=section.exporter, opset=section.opset, execution=execution)
+
+
+def surgery(
+    graph: File,
+    change: OperatorSet | Plan | str | Path,
+    output: str | Path,
+    *,
+    self_contained: bool = False,
+    kv_pattern: str | Iterable[str] | None = None,
+    dry_run: bool = False,
+) -> SurgeryReport:
+    """Cuts blocks out of an exported graph and splices operators in; see :func:`ghostexport.surgery.operate`.
+
+    Args:
+        graph: ONNX file of a decoder, of any producer.
+        change: operators (a set, or a file of one) with the plan they repair; or a plan or spans, for a bare cut.
+        output: the new ONNX file.
+        self_contained: give it a data file of its own in the graph's folder too.
+        kv_pattern: templates of unusual KV names, such as ``cache_k_{}``.
+        dry_run: do everything but write.
+
+    Returns:
+        what was changed, and ``path``.
+
+    Raises:
+        SurgeryError: the graph cannot be cut as asked; nothing was written.
+    """
+    from ghostexport.surgery import inspect_graph, operate
+
+    path = path_of(graph)
+    pattern = kv_pattern if kv_pattern is None or isinstance(kv_pattern, str) else ",".join(kv_pattern)
+    if isinstance(change, OperatorSet | str | Path):
+        operators = operators_of(change)
+        plan = operators.plan
+    else:
+        operators = None
+        plan = change if isinstance(change, PrunePlan) else plan_of(change, inspect_graph(path, pattern).num_blocks)
+    return operate(
+        path, plan, operators, Path(output), self_contained=self_contained, kv_pattern=pattern, dry_run=dry_run
+    )
+
+
+def verify(model: Any, graph: File, variant: str | None = None, tokens: Any = None) -> ParityReport:
+    """Compares a graph on ONNX Runtime with the PyTorch model changed the same way; see :mod:`verification`.
+
+    Args:
+        model: a loaded model, or one of transformers.
+        graph: ONNX decoder.
+        variant: name for the report; default: the file's.
+        tokens: ``(2, >= 25)`` token ids to use instead of random ones.
+
+    Raises:
+        ParityError: an output differs by more than the tolerance; names output, metric and tolerance.
+        RuntimeUnavailableError: onnxruntime is missing, or cannot run the graph.
+    """
+    from ghostexport.models import LoadedModel
+    from ghostexport.verification import verify
+
+    path = path_of(graph)
+    return verify(model.model if isinstance(model, LoadedModel) else model, path, variant or path.stem, tokens)
+
+
+@options_of(BuildSection(), BuildOptions)
+def build(
+    graph: File,
+    output: str | Path | None = None,
+    *,
+    runtime: str | None = None,
+    execution: Execution | None = None,
+    **options: Unpack[BuildOptions],
+) -> EngineFile:
+    """Builds an engine of a graph; one that is current is kept.
+
+    Args:
+        graph: ONNX decoder; its name without suffix is the variant's name.
+        output: path of the engine without suffix; default: ``engines/RUNTIME/`` beside the graph.
+        runtime: ``onnxruntime``, ``tensorrt`` or ``tensorrt-rtx``; default: the best one usable here.
+        options: of :class:`BuildSection`.
+
+    Raises:
+        RecipeError: unknown runtime, or an option that it lacks.
+        RuntimeUnavailableError: the runtime cannot build here.
+        BuildError: the builder failed; its log is attached.
+    """
+    from ghostexport import runtimes
+
+    path = path_of(graph)
+    name = runtime or runtimes.default_runtime()[0]
+    section = BuildSection.model_validate({**options, "runtimes": (name,)})
+    target = runtimes.engine_path(path, name) if output is None else Path(output)
+    return runtimes.build_engine(name, path, target, path.stem, section, execution or Execution())
+
+
+@options_of(BenchSection(), BenchOptions)
+def bench(
+    engines: Iterable[File],
+    *,
+    tokens: Tokens | CalibrationSet | None = None,
+    execution: Execution | None = None,
+    **options: Unpack[BenchOptions],
+) -> BenchReport:
+    """Measures engines of one runtime against each other; the first is what the others are compared with.
+
+    Args:
+        engines: from :func:`build`, their files, or graphs, which are built as the engines are.
+        tokens: held-out text to measure every engine's quality on (``report.extra["quality"]``); None: not measured.
+        options: of :class:`BenchSection`.
+
+    Raises:
+        RecipeError: engines of several runtimes or of one name; no workload fits them.
+        RuntimeUnavailableError: the runtime cannot run here.
+    """
+    from ghostexport.benchmarking.bench_run import bench_engines
+    from ghostexport.runtimes.base import EngineFile
+
+    section = BenchSection.model_validate(options)
+    held_out = None if tokens is None else held_out_of(tokens)
+    files = [file if isinstance(file, EngineFile) else path_of(file) for file in engines]
+    return bench_engines(files, section, execution or Execution(), held_out)
