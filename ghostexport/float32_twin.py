@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from ghostexport.onnxfile import load_graph, values
+
 _HALF = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 
 
 def write_float32_twin(graph: Path, folder: Path) -> Path:
     """Writes the twin of ``graph`` (weights included) into ``folder`` and returns its path."""
-    model = ir.load(graph)
+    model = load_graph(graph)
     for part in (model.graph, *model.graph.subgraphs()):
         _widen_graph(part)
     target = folder / graph.name
@@ -49,7 +51,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 def _widened(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     """Widened when it is written, one at a time: a large model is never held twice."""
     return ir.LazyTensor(
-        lambda: ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name),
+        lambda: ir.tensor(values(tensor).astype(np.float32), name=tensor.name),
         dtype=ir.DataType.FLOAT,
         shape=ir.Shape([int(str(dim)) for dim in tensor.shape]),
         name=tensor.name,

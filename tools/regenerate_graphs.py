@@ -28,7 +28,7 @@ import onnx_ir as ir  # noqa: E402
 import torch  # noqa: E402
 
 from ghostexport.exporters.transformers import sample_inputs  # noqa: E402
-from ghostexport.surgery.canonical import strip_metadata  # noqa: E402
+from ghostexport.onnxfile import strip_metadata  # noqa: E402
 from tests.golden.regenerate import write_golden  # noqa: E402
 from tests.surgery_cases import FIXTURES, fixture_model  # noqa: E402
 

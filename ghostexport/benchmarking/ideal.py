@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from ghostexport.benchmarking.workloads import Workload
 from ghostexport.kv_names import parse_kv_name
 from ghostexport.runtimes.interface import load_graph, read_interface
@@ -137,7 +139,6 @@ def utilisation(
 #: Nodes between an initializer and the product that uses it.
 _PASSED_THROUGH = {"Transpose", "Cast", "Identity", "DequantizeLinear"}
 _PRODUCTS = {"MatMul", "Gemm", "MatMulNBits", "FusedMatMul"}
-_FLOATS = {1, 10, 11, 16}  # onnx.TensorProto: FLOAT, FLOAT16, DOUBLE, BFLOAT16
 #: Buffers that exporters store among the initializers; they are not parameters.
 _BUFFERS = ("inv_freq", "position_ids")
 
@@ -155,9 +156,9 @@ def read_facts(graph: Path, blocks: int | None = None, query_heads: int | None =
     """
     interface = read_interface(graph)
     proto = load_graph(graph).graph
-    floats = {i.name: tuple(i.dims) for i in proto.initializer if i.data_type in _FLOATS}
+    floats = {i.name: tuple(i.dims) for i in proto.initializer if ir.DataType(i.data_type).is_floating_point()}
     sizes = {name: math.prod(dims) for name, dims in floats.items() if not name.endswith(_BUFFERS) and dims}
-    itemsize = {i.name: _itemsize(i.data_type) for i in proto.initializer}
+    itemsize = {i.name: ir.DataType(i.data_type).itemsize for i in proto.initializer}
     multiplied = _multiplied(proto, floats)
     looked_up = {node.input[0] for node in proto.node if node.op_type == "Gather"} & sizes.keys()
     kv = [t for t in interface.inputs if parse_kv_name(t.name)]
@@ -192,12 +193,6 @@ def _multiplied(graph: Any, floats: dict[str, tuple[int, ...]]) -> list[str]:
                 if len(floats.get(name, ())) >= 2:
                     found.append(name)
     return found
-
-
-def _itemsize(data_type: int) -> int:
-    import onnx
-
-    return int(onnx.helper.tensor_dtype_to_np_dtype(data_type).itemsize)
 
 
 #: Bytes of the matrix read for the bandwidth: far beyond any last-level cache of an edge board or desktop.

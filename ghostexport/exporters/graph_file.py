@@ -1,10 +1,20 @@
-"""Writing an exported graph: one ``.onnx`` file and one data file beside it, both or none."""
+"""A fresh export: brought into canonical form, checked, and written with its data file, both or none.
+
+Canonical form has no machine paths, integer dims as integers, four named symbols. The dynamo exporter writes a stack
+trace with absolute paths on every node, writes static KV dims as the strings ``"2"`` and ``"16"`` (TensorRT would read
+them as dynamic), and gives every KV input a length symbol of its own. Canonical names::
+
+    input_ids       [batch, tokens]              past KV      [batch, heads, past, head_dim]
+    attention_mask  [batch, past + tokens]       present KV   [batch, heads, past + tokens, head_dim]
+    position_ids    [batch, tokens]              logits       [batch, tokens, vocabulary]
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +24,11 @@ import onnx_ir as ir
 from ghostexport.errors import ExportError, RunFolderError
 from ghostexport.files import require_space, sha256_file
 from ghostexport.kv_names import group_by_block, pair_kv, parse_kv_name
+from ghostexport.onnxfile import strip_metadata, weight_bytes
 
+BATCH, TOKENS, PAST = "batch", "tokens", "past"
+TOTAL = f"{PAST} + {TOKENS}"
+_SYMBOL = re.compile(r"[A-Za-z_]\w*")
 _PACKAGES = {"transformers": "transformers", "optimum": "optimum-onnx"}
 
 
@@ -54,6 +68,25 @@ class OnnxGraphFile:
 def data_path(graph: Path) -> Path:
     """Where the weights of ``graph`` lie: ``dense.onnx.data`` for ``dense.onnx``."""
     return graph.with_name(f"{graph.name}.data")
+
+
+def canonicalise(model: ir.Model) -> ir.Model:
+    """Brings a fresh export into canonical form, in place, and returns it.
+
+    Ensures:
+        no stack traces or exporter internals in any ``metadata_props`` or doc string; every dim is an integer or a
+        symbolic expression, never a number in quotes; batch, tokens, past and total lengths carry one name each in
+        inputs, outputs and intermediate values.
+    """
+    strip_metadata(model)
+    renames = _symbol_names(model.graph)
+    for value in _values(model.graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([_canonical_dim(dim, renames) for dim in value.shape])
+    for value in model.graph.outputs:
+        if parse_kv_name(value.name or "", output=True) and value.shape is not None and len(value.shape) == 4:
+            value.shape = ir.Shape([TOTAL if _is_total(dim) else dim for dim in value.shape])
+    return model
 
 
 def check_interface(graph: ir.Graph, num_blocks: int) -> None:
@@ -121,12 +154,6 @@ def write_graph(model: ir.Model, target: Path, *, producer: str, hidden_size: in
     )
 
 
-def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initializers."""
-    tensors = (value.const_value for value in model.graph.initializers.values())
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
 def stream_dtype(graph: ir.Graph) -> str:
     """Dtype of the KV cache, which is that of the residual stream."""
     dtype = next(value.dtype for value in graph.inputs if parse_kv_name(value.name or ""))
@@ -136,3 +163,50 @@ def stream_dtype(graph: ir.Graph) -> str:
 
 def _names(values: Sequence[ir.Value]) -> list[str]:
     return [value.name or "" for value in values]
+
+
+def _symbol_names(graph: ir.Graph) -> dict[str, str]:
+    """Canonical names of the exporter's symbols, read off the graph inputs."""
+    names: dict[str, str] = {}
+    for value in graph.inputs:
+        if value.shape is None:
+            continue
+        if parse_kv_name(value.name or ""):
+            # 4-D, dim 0 = batch; whatever else is symbolic is the cache length
+            expected = [BATCH] + [PAST] * (len(value.shape) - 1)
+        elif value.name == "attention_mask" and len(value.shape) == 2:
+            expected = [BATCH, TOTAL]
+        else:
+            expected = [BATCH, TOKENS][: len(value.shape)]
+        for dim, name in zip(value.shape, expected, strict=False):
+            if isinstance(dim, ir.SymbolicDim) and dim.value and _SYMBOL.fullmatch(dim.value):
+                names.setdefault(dim.value, name)
+    return names
+
+
+def _canonical_dim(dim: int | ir.SymbolicDim, names: dict[str, str]) -> int | str | None:
+    if isinstance(dim, int) or dim.value is None:
+        return dim if isinstance(dim, int) else None
+    text = dim.value.strip()
+    if text.lstrip("-").isdigit():
+        return int(text)
+    if text in names:
+        return names[text]
+    renamed = _SYMBOL.sub(lambda match: _operand(names.get(match.group(), match.group())), text)
+    terms = sorted(term.strip() for term in renamed.split("+"))
+    return TOTAL if terms == [PAST, TOKENS] else renamed
+
+
+def _operand(name: str) -> str:
+    return f"({name})" if " " in name else name
+
+
+def _is_total(dim: int | ir.SymbolicDim) -> bool:
+    return isinstance(dim, ir.SymbolicDim) and dim.value not in (BATCH, TOKENS, PAST, None)
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph.all_nodes():
+        yield from node.outputs

@@ -10,9 +10,8 @@ import onnx_ir as ir
 
 from ghostexport.errors import ExportError
 from ghostexport.execution import Execution
-from ghostexport.exporters.graph_file import OnnxGraphFile, check_interface, write_graph
+from ghostexport.exporters.graph_file import OnnxGraphFile, canonicalise, check_interface, write_graph
 from ghostexport.models.silence import silenced
-from ghostexport.surgery.canonical import canonicalise
 
 _REMEDY = "optimum-onnx supports opset 14 to 20 and the models it lists; otherwise use --exporter transformers."
 

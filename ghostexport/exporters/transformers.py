@@ -13,10 +13,9 @@ import onnx_ir as ir
 
 from ghostexport.errors import ExportError
 from ghostexport.execution import Execution
-from ghostexport.exporters.graph_file import OnnxGraphFile, check_interface, write_graph
+from ghostexport.exporters.graph_file import OnnxGraphFile, canonicalise, check_interface, write_graph
 from ghostexport.exporters.simplify import simplify
 from ghostexport.models.silence import silenced
-from ghostexport.surgery.canonical import canonicalise
 
 # Sample lengths: all different and above 1, so that no axis is specialised or confused with another.
 BATCH, TOKENS, PAST = 2, 4, 3

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ghostexport.errors import BuildError
+from ghostexport.errors import BuildError, SurgeryError
 from ghostexport.kv_names import pair_kv, parse_kv_name
+from ghostexport.onnxfile import external, read_model
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.runtimes.base import Tensor
 
@@ -98,7 +100,7 @@ def read_interface(path: Path) -> Interface:
         kv = tuple(pair_kv([v.name for v in graph.input], [v.name for v in graph.output]))
     except ValueError as error:
         raise BuildError(f"{path}: {error}.", "Renumber the cache densely: ghostexport surgery does.") from None
-    weights, files = _weights(path, graph.initializer)
+    outside = {i.name: where for i in graph.initializer if (where := external(i))}
     updated = {(n.input[0], n.output[0]) for n in graph.node if n.op_type in _IN_PLACE}
     in_place = bool(kv) and updated >= set(kv)
     inputs = tuple(_tensor(path, value, output=False, in_place=in_place) for value in graph.input)
@@ -108,8 +110,8 @@ def read_interface(path: Path) -> Interface:
         outputs=outputs,
         kv=kv,
         capacity=_capacity(path, inputs, {past for past, _ in kv}) if in_place else None,
-        weight_bytes=weights,
-        data_files=files,
+        weight_bytes=sum(outside[i.name].length if i.name in outside else i.ByteSize() for i in graph.initializer),
+        data_files=tuple(dict.fromkeys(path.parent / where.location for where in outside.values())),
         operators=frozenset(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in graph.node),
         spliced={i.name: tuple(i.dims) for i in graph.initializer if i.name.startswith("ghost.")},
         spliced_nodes=tuple(n.name for n in graph.node if n.name.startswith("ghost.") and n.op_type in _COMPUTE),
@@ -151,46 +153,14 @@ def load_graph(path: Path) -> onnx.ModelProto:
     """The ONNX model without its external data.
 
     Raises:
-        BuildError: missing or not ONNX.
+        BuildError: missing or not ONNX, or its external data is missing or outside its folder.
     """
-    import onnx
-
+    if not path.exists():
+        raise BuildError(f"{path} does not exist.", "Make it with: ghostexport surgery RUN")
     try:
-        return onnx.load(str(path), load_external_data=False)
-    except FileNotFoundError:
-        raise BuildError(f"{path} does not exist.", "Make it with: ghostexport surgery RUN") from None
-    except Exception as error:  # protobuf's DecodeError; its module has no type stubs
-        raise BuildError(f"{path} is not an ONNX model: {error}", "It was truncated; export again.") from error
-
-
-def external(initializer: Any) -> dict[str, str]:
-    """Location, offset and length of an external initializer; empty for one inside the model file."""
-    return {e.key: e.value for e in initializer.external_data} if initializer.data_location == 1 else {}
-
-
-def _weights(path: Path, initializers: Any) -> tuple[int, tuple[Path, ...]]:
-    total = 0
-    files: dict[Path, int] = {}
-    for initializer in initializers:
-        where = external(initializer)
-        if not where:
-            total += initializer.ByteSize()
-            continue
-        location = PurePosixPath(where["location"])
-        if location.is_absolute() or ".." in location.parts:
-            raise BuildError(
-                f"{path}: initializer {initializer.name} points outside the model's folder: {location}.",
-                "External data must lie beside the model.",
-            )
-        total += int(where.get("length", 0))
-        file = path.parent / location
-        files[file] = max(files.get(file, 0), int(where.get("offset", 0)) + int(where.get("length", 0)))
-    for file, needed in files.items():
-        have = file.stat().st_size if file.exists() else None
-        if have is None or have < needed:
-            problem = "is missing" if have is None else f"has {have} of at least {needed} bytes"
-            raise BuildError(f"External data {file} of {path.name} {problem}.", "Keep both together, or export again.")
-    return total, tuple(files)
+        return read_model(path)
+    except SurgeryError as error:
+        raise BuildError(error.message, error.remedy) from error
 
 
 def _capacity(path: Path, inputs: tuple[Tensor, ...], kv: set[str]) -> int:
@@ -207,13 +177,11 @@ def _capacity(path: Path, inputs: tuple[Tensor, ...], kv: set[str]) -> int:
 
 
 def _tensor(path: Path, value: Any, *, output: bool, in_place: bool) -> Tensor:
-    import onnx
-
     kind = value.type.tensor_type
     # dim_value of a dim without value and symbol reads 0: an anonymous symbol
     raw = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in kind.shape.dim]
     dims = tuple(int(d) if isinstance(d, str) and d.isdigit() else d for d in raw)
-    name = str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
+    name = str(ir.DataType(kind.elem_type).numpy())
     return Tensor(value.name, name, _roles(path, value.name, dims, output=output, in_place=in_place))
 
 

@@ -19,8 +19,8 @@ import onnx_ir as ir
 from ghostexport.errors import SurgeryError
 from ghostexport.operators import Operator
 from ghostexport.plan import Boundary
-from ghostexport.surgery.boundaries import DecoderLayout, ResidualPoint, bias_index
 from ghostexport.surgery.flow import captures
+from ghostexport.surgery.layout import DecoderLayout, ResidualPoint, bias_index
 from ghostexport.surgery.splice import Splice, add_node, build_branch
 
 

@@ -49,9 +49,6 @@ class DataFlow:
             result.append(self.ipdom[result[-1]])
         return result
 
-    def chain_length(self, vertex: int) -> int:
-        return self._depth[vertex] + 1
-
     def descendants(self, start: Iterable[int]) -> set[int]:
         """Vertices that depend on the data of ``start``, ``start`` included."""
         return _closure(start, self.succs)
@@ -59,10 +56,6 @@ class DataFlow:
     def ancestors(self, start: Iterable[int]) -> set[int]:
         """Vertices whose data ``start`` depends on, ``start`` included."""
         return _closure(start, self.preds)
-
-    def data_inputs(self, node: ir.Node) -> Iterator[ir.Value]:
-        """Values whose data ``node`` reads, captures of its inner graphs included."""
-        return data_inputs(node)
 
     def _collect(self, target: ir.Value) -> None:
         # iterative depth-first search from the target; a vertex is emitted after all it depends on
@@ -122,6 +115,23 @@ def is_weight(value: ir.Value) -> bool:
     """An initializer, or the output of a ``Constant`` node: data known without any input."""
     producer = value.producer()
     return value.is_initializer() or (producer is not None and producer.op_type == "Constant")
+
+
+def is_constant(value: ir.Value) -> bool:
+    """A weight, or computed from weights alone (Transpose, DequantizeLinear, Cast of an initializer)."""
+    stack, seen = [value], {value}
+    while stack:
+        current = stack.pop()
+        if is_weight(current):
+            continue
+        producer = current.producer()
+        if producer is None or len(seen) > 64:
+            return False
+        for source in producer.inputs:
+            if source is not None and source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return True
 
 
 def data_inputs(node: ir.Node) -> Iterator[ir.Value]:

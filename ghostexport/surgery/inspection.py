@@ -10,10 +10,11 @@ from typing import Any
 import onnx_ir as ir
 
 from ghostexport.errors import SurgeryError
-from ghostexport.surgery import graphfile, refusals
+from ghostexport.onnxfile import load_graph
+from ghostexport.surgery import refusals
 from ghostexport.surgery.body import find_bodies
-from ghostexport.surgery.boundaries import DecoderLayout
 from ghostexport.surgery.flow import captures
+from ghostexport.surgery.layout import DecoderLayout
 from ghostexport.surgery.operation import find_layouts
 from ghostexport.surgery.stream import stream_type
 
@@ -64,7 +65,7 @@ def inspect_graph(path: Path, kv_pattern: str | None = None) -> GraphReport:
     Raises:
         SurgeryError: the file itself is unreadable, malformed or hostile.
     """
-    model = graphfile.load_graph(path)
+    model = load_graph(path)
     base: dict[str, Any] = {
         "path": str(path),
         "producer": producer(model),

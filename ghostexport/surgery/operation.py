@@ -6,19 +6,27 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from ghostexport.errors import BoundaryNotFound, RecipeError, SurgeryError
 from ghostexport.files import atomic_path
+from ghostexport.onnxfile import (
+    DTYPES,
+    copy_data,
+    external_tensors,
+    load_graph,
+    save_graph,
+    strip_metadata,
+    weight_bytes,
+)
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.surgery import cut, folds, graphfile, kv_cache, refusals, scaling, splice
+from ghostexport.surgery import cut, kept_weights, kv_cache, refusals
 from ghostexport.surgery.body import find_bodies
-from ghostexport.surgery.boundaries import DecoderLayout, find_layout
-from ghostexport.surgery.branches import prune_if_outputs
-from ghostexport.surgery.canonical import strip_metadata
+from ghostexport.surgery.layout import DecoderLayout, find_layout
 from ghostexport.surgery.report import BoundaryReport, SurgeryReport
 from ghostexport.surgery.stream import StreamType, stream_type
 
@@ -59,35 +67,29 @@ def operate(
     _check_arguments(dense, plan, operators, output, operator_dtype)
     if not plan.removed:
         return _identity(dense, plan, output, dry_run)
-    model = graphfile.load_graph(dense)
-    before = _weight_bytes(model)
+    model = load_graph(dense)
+    before = weight_bytes(model)
     changes = cut_model(model, plan, operators, operator_dtype=operator_dtype, kv_pattern=kv_pattern)
     own = self_contained or output.parent.resolve() != dense.parent.resolve()
-    written, files = (0, []) if dry_run else graphfile.save_graph(model, output, changes.new, self_contained=own)
+    written, files = (0, []) if dry_run else save_graph(model, output, changes.new, self_contained=own)
     return SurgeryReport(
         source=dense.name,
         path=output,
         identity=False,
         blocks_before=plan.num_blocks,
         blocks_after=len(plan.kept),
-        boundaries=tuple(changes.boundaries),
-        nodes_before=changes.nodes_before,
         nodes_after=sum(1 for _ in model.graph.all_nodes()),
-        kv_inputs_removed=tuple(changes.kv_inputs_removed),
-        kv_outputs_removed=tuple(changes.kv_outputs_removed),
-        kv_renamed=changes.kv_renamed,
-        shape_anchors=changes.shape_anchors,
-        initializers_dropped=tuple(changes.initializers_dropped),
         weight_bytes_before=before,
-        weight_bytes_after=_weight_bytes(model),
+        weight_bytes_after=weight_bytes(model),
         bytes_written=written,
         data_files=tuple(files),
+        **changes.as_fields(),
     )
 
 
 @dataclass
 class Changes:
-    """What :func:`cut_model` did; see :class:`SurgeryReport` for the fields."""
+    """What :func:`cut_model` did, in fields of :class:`SurgeryReport`, and the new weights."""
 
     nodes_before: int = 0
     boundaries: list[BoundaryReport] = field(default_factory=list)
@@ -97,6 +99,10 @@ class Changes:
     shape_anchors: dict[str, str] = field(default_factory=dict)
     initializers_dropped: list[str] = field(default_factory=list)
     new: list[ir.Value] = field(default_factory=list)
+
+    def as_fields(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name != "new"}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
 
 
 def cut_model(
@@ -115,7 +121,7 @@ def cut_model(
         refusals.refuse_plan(layout, plan)
         streams.append(stream_type(layout))
         _check_operators(operators, streams[-1])
-        stored = next((name for name, dtype in splice.DTYPES.items() if dtype == streams[-1].dtype), None)
+        stored = next((name for name, dtype in DTYPES.items() if dtype == streams[-1].dtype), None)
         if operator_dtype is None and operators is not None and stored is not None:
             operator_dtype, _ = operators.dtype_in(stored)
     changes = Changes(nodes_before=sum(1 for _ in model.graph.all_nodes()))
@@ -131,7 +137,7 @@ def find_layouts(model: ir.Model, kv_pattern: str | None = None) -> list[Decoder
     """Finds and checks the decoder of every body; functions are inlined first.
 
     Raises:
-        SurgeryError: see :func:`ghostexport.surgery.boundaries.find_layout` and :mod:`ghostexport.surgery.refusals`.
+        SurgeryError: see :func:`ghostexport.surgery.layout.find_layout` and :mod:`ghostexport.surgery.refusals`.
     """
     if model.functions:
         InlinePass()(model)
@@ -155,14 +161,14 @@ def _cut_body(
     changes: Changes,
 ) -> None:
     graph = layout.body.graph
-    dtype = stream.dtype if operator_dtype is None else splice.DTYPES[operator_dtype]
+    dtype = stream.dtype if operator_dtype is None else DTYPES[operator_dtype]
     known = [operators.operators[b.index] if operators is not None else None for b in plan.boundaries]
     folded = [_fold(model.graph, layout, operator, changes) for operator in known]
     scales = [operator.scale if operator is not None else None for operator in known]
-    for old, new in scaling.scale_blocks(layout, plan, scales).items():
+    for old, new in kept_weights.scale_blocks(layout, plan, scales).items():
         _register(model.graph, new, changes)
         folded[0][old] = ", ".join(value.name or "" for value in new)
-    layout = scaling.with_new_addends(layout)
+    layout = kept_weights.with_new_addends(layout)
     done: list[cut.CutResult] = []
     for boundary, operator in zip(plan.boundaries, known, strict=True):
         done.append(cut.cut(layout, boundary, operator, stream.dtype, dtype))
@@ -184,7 +190,7 @@ def _fold(graph: ir.Graph, layout: DecoderLayout, operator: Operator | None, cha
     """Replaces the weights that an operator folds; new names by old."""
     folded: dict[str, str] = {}
     for item in operator.folds if operator is not None else ():
-        old, new = folds.fold(layout, item)
+        old, new = kept_weights.fold(layout, item)
         folded[old] = new[0].name or ""
         _register(graph, new, changes)
     return folded
@@ -249,7 +255,7 @@ def _report(
 def _remove_kv(model: ir.Model, layouts: list[DecoderLayout], plan: PrunePlan, changes: Changes) -> None:
     layout = layouts[0]
     if len(layouts) > 1:
-        prune_if_outputs(model, {port.name for port in kv_cache.removed_outputs(layout, plan)})
+        kv_cache.prune_if_outputs(model, {port.name for port in kv_cache.removed_outputs(layout, plan)})
     ports = [port for port in layout.body.past if kv_cache.is_removed(port, layout, plan)]
     for port in ports:
         if port.value.uses():
@@ -265,8 +271,8 @@ def _remove_kv(model: ir.Model, layouts: list[DecoderLayout], plan: PrunePlan, c
 def _check_arguments(
     dense: Path, plan: PrunePlan, operators: OperatorSet | None, output: Path, operator_dtype: str | None
 ) -> None:
-    if operator_dtype is not None and operator_dtype not in splice.DTYPES:
-        raise RecipeError(f"Unknown operator dtype {operator_dtype!r}.", f"Valid: {', '.join(splice.DTYPES)}.")
+    if operator_dtype is not None and operator_dtype not in DTYPES:
+        raise RecipeError(f"Unknown operator dtype {operator_dtype!r}.", f"Valid: {', '.join(DTYPES)}.")
     if operators is not None:
         operators.require_plan(plan)
     if output.exists() and dense.exists() and output.samefile(dense):
@@ -285,15 +291,15 @@ def _check_operators(operators: OperatorSet | None, stream: StreamType) -> None:
 
 
 def _identity(dense: Path, plan: PrunePlan, output: Path, dry_run: bool) -> SurgeryReport:
-    model = graphfile.load_graph(dense)
-    files = sorted({str(tensor.location) for tensor in graphfile.external_tensors(model)})
+    model = load_graph(dense)
+    files = sorted({str(tensor.location) for tensor in external_tensors(model)})
     if not dry_run:
         for name in files:
             if dense.parent.resolve() != output.parent.resolve():
-                graphfile.copy_data(dense.parent / name, output.parent / name)
+                copy_data(dense.parent / name, output.parent / name)
         with atomic_path(output) as temporary:
             shutil.copyfile(dense, temporary)
-    nodes, size = sum(1 for _ in model.graph.all_nodes()), _weight_bytes(model)
+    nodes, size = sum(1 for _ in model.graph.all_nodes()), weight_bytes(model)
     return SurgeryReport(
         source=dense.name,
         path=output,
@@ -307,7 +313,3 @@ def _identity(dense: Path, plan: PrunePlan, output: Path, dry_run: bool) -> Surg
         bytes_written=0 if dry_run else dense.stat().st_size,
         data_files=tuple(files),
     )
-
-
-def _weight_bytes(model: ir.Model) -> int:
-    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)

@@ -21,8 +21,8 @@ from ghostexport.errors import (
 )
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.surgery.attention import is_attention, is_constant
-from ghostexport.surgery.boundaries import DecoderLayout, describe
+from ghostexport.surgery.flow import is_constant
+from ghostexport.surgery.layout import DecoderLayout, describe, is_attention
 from ghostexport.surgery.stream import stream_type
 
 _OURS = re.compile(r"^ghost\.(\d+|fold)\.")

@@ -10,24 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from ghostexport.errors import RecoveryError, SurgeryError
+from ghostexport.onnxfile import DTYPES
 from ghostexport.operators import FloatArray, Operator
-
-DTYPES = {
-    "float32": ir.DataType.FLOAT,
-    "float16": ir.DataType.FLOAT16,
-    "bfloat16": ir.DataType.BFLOAT16,
-}
-_NUMPY = {
-    ir.DataType.FLOAT: np.dtype(np.float32),
-    ir.DataType.FLOAT16: np.dtype(np.float16),
-    ir.DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-    ir.DataType.DOUBLE: np.dtype(np.float64),
-}
 
 
 @dataclass
@@ -102,10 +90,10 @@ def weight(name: str, array: FloatArray, dtype: ir.DataType) -> ir.Value:
         RecoveryError: finite numbers of ``array`` overflow, or it was not finite.
         SurgeryError: no such weight dtype.
     """
-    if dtype not in _NUMPY:
+    if dtype not in (*DTYPES.values(), ir.DataType.DOUBLE):
         raise SurgeryError(f"Weights of dtype {dtype.name} cannot be created.", f"Use one of: {', '.join(DTYPES)}.")
     with np.errstate(over="ignore"):
-        data = np.ascontiguousarray(array.astype(_NUMPY[dtype]))
+        data = np.ascontiguousarray(array.astype(dtype.numpy()))
     if not np.isfinite(data.astype(np.float32)).all():
         raise RecoveryError(
             f"{name} is not finite in {dtype.name} (largest magnitude {np.abs(array).max():.3g}).",

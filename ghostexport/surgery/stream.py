@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ghostexport.errors import BoundaryNotFound, SurgeryError
-from ghostexport.surgery.boundaries import DecoderLayout, ResidualPoint
+from ghostexport.surgery.layout import DecoderLayout, ResidualPoint
 
 _MAX_STEPS = 64
 

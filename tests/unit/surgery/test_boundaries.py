@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ghostexport.errors import GhostExportError, SurgeryError
 from ghostexport.surgery.body import find_bodies
-from ghostexport.surgery.boundaries import find_layout
+from ghostexport.surgery.layout import find_layout
 from ghostexport.surgery.operation import find_layouts
 from tests.unit.surgery.toy import Builder, Toy, build
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ghostexport.surgery.canonical import canonicalise
+from ghostexport.exporters.graph_file import canonicalise
 
 
 def _model() -> ir.Model:

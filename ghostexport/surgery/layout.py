@@ -9,7 +9,8 @@ the attention of block ``k``::
     h_{N-1} = the last sum of two activations on the chain (before final norm and head)
 
 Attention is anchored by what reads the KV inputs of block ``k`` or, without KV inputs, by attention operators.
-The whole finder is O(n log n) in the number of nodes.
+Post-dominators cost O(E log V) for V nodes and E edges; the search for the entry walks the graph once per candidate,
+an input or a table lookup, so with s of them the whole finder is O(s (V + E) + E log V).
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ghostexport.errors import BoundaryAmbiguous, BoundaryNotFound
-from ghostexport.surgery.attention import is_attention, is_constant
 from ghostexport.surgery.body import Body
-from ghostexport.surgery.flow import DataFlow, is_weight
+from ghostexport.surgery.flow import DataFlow, is_constant, is_weight
 
 SKIP_NORMS = frozenset({"SkipSimplifiedLayerNormalization", "SkipLayerNormalization"})
 _LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
 _SUMS = frozenset({"Add", "Sum"}) | SKIP_NORMS
+_PRODUCTS = frozenset({"MatMul", "Einsum", "FusedMatMul"})
+# between the softmax and the product with the values: NaN guards, dtype changes, sink slices, layout changes
+_PASS_THROUGH = frozenset({"Cast", "Identity", "Where", "Slice", "Reshape", "Transpose", "Dropout", "Mul", "IsNaN"})
+_ATTENTION_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -244,6 +248,30 @@ def _sum_at(flow: DataFlow, vertex: int, stream: set[int]) -> ir.Node | None:
     operands = node.inputs[:2] if node.op_type in SKIP_NORMS else node.inputs
     inside = [v for v in operands if v is not None and flow.index(v) in stream and not is_constant(v)]
     return node if len(inside) >= 2 else None
+
+
+def is_attention(node: ir.Node) -> bool:
+    """An attention operator of any domain, or a Softmax whose result is multiplied with another activation.
+
+    A router's softmax (mixture of experts) is followed by TopK or by a product with a weight, so it does not count.
+    """
+    if "Attention" in node.op_type:
+        return True
+    return node.op_type == "Softmax" and _meets_activation_product(node)
+
+
+def _meets_activation_product(softmax: ir.Node) -> bool:
+    frontier = [softmax]
+    for _ in range(_ATTENTION_STEPS):
+        following: list[ir.Node] = []
+        for node in frontier:
+            for consumer in (use.node for value in node.outputs for use in value.uses()):
+                if consumer.op_type in _PRODUCTS and not any(v is not None and is_constant(v) for v in consumer.inputs):
+                    return True
+                if consumer.op_type in _PASS_THROUGH:
+                    following.append(consumer)
+        frontier = following
+    return False
 
 
 def bias_index(skip_norm: ir.Node) -> int:
