@@ -34,6 +34,50 @@ def test_file_round_trip_keeps_everything_and_equal_content_gives_equal_bytes(tm
     assert again.num_parameters == 16 + 8 + 8 + 4
 
 
+FORMS = {
+    "delta": {"delta": (4, 4)},
+    "delta and bias": {"delta": (4, 4), "bias": (4,)},
+    "factors": {"factors": ((4, 2), (2, 4))},
+    "diagonal": {"diagonal": (4,)},
+    "network": {"network": ((4, 3), (3,), (3, 4), (4,))},
+    "bias": {"bias": (4,)},
+}
+
+
+@pytest.mark.parametrize("site", ["boundary", "mid"])
+@pytest.mark.parametrize("form", [*FORMS, "scale", "nothing"])
+def test_every_form_comes_back_as_it_was(form, site, tmp_path):
+    rng = np.random.default_rng(3)
+
+    def drawn(shape):
+        return tuple(map(drawn, shape)) if isinstance(shape[0], tuple) else rng.normal(size=shape).astype(np.float32)
+
+    folds = (
+        WeightFold(0, "attention_output", drawn((5, 4))),
+        WeightFold(0, "mlp_output", drawn((6, 4)), drawn((4,))),
+        WeightFold(7, "mlp_output", drawn((6, 4)), drawn((4,))),
+    )
+    values = {key: drawn(shape) for key, shape in FORMS.get(form, {}).items()}
+    if form == "scale":
+        values["scale"] = 1.2345678901234567
+    first = Operator(PLAN.boundaries[0], "first", **values, folds=folds, site=site, fit={"nmse": [0.5, 1]})
+    second = Operator(PLAN.boundaries[1], "second", delta=drawn((4, 4)))
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(OperatorSet("x", (first, second), PLAN).to_bytes())
+    found, other = load_operators(path).operators
+    assert (found.boundary, found.kind, found.site, found.scale) == (first.boundary, "first", site, first.scale)
+    assert found.fit == first.fit and other.kind == "second" and other.site == "boundary" and not other.folds
+    assert found.arrays.keys() == first.arrays.keys()
+    for key, array in first.arrays.items():
+        np.testing.assert_array_equal(found.arrays[key], array)
+    assert [(f.block, f.role) for f in found.folds] == [(f.block, f.role) for f in folds]
+    for one, fold in zip(found.folds, folds, strict=True):
+        np.testing.assert_array_equal(one.weight, fold.weight)
+        assert (one.bias is None) == (fold.bias is None)
+        if fold.bias is not None:
+            np.testing.assert_array_equal(one.bias, fold.bias)
+
+
 def test_apply_is_x_plus_x_m_plus_b_in_every_form():
     x = np.random.default_rng(1).normal(size=(2, 3, 4))
     (b,) = PrunePlan.from_spans(4, [[1, 2]]).boundaries
@@ -55,6 +99,8 @@ def test_one_form_per_operator_and_one_operator_per_boundary():
         Operator(PLAN.boundaries[0], "k", delta=np.eye(2), diagonal=np.ones(2))
     with pytest.raises(ValueError, match="one operator per boundary"):
         OperatorSet("k", operators().operators[:1], PLAN)
+    with pytest.raises(ValueError, match="in order"):
+        OperatorSet("k", operators().operators[::-1], PLAN)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "foreign", "header"])

@@ -135,3 +135,17 @@ def test_a_folder_of_another_model_or_of_foreign_files_is_not_taken_over(tmp_pat
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RunFolderError, match="not a run folder"):
         run.require_model({}, "a")
+
+
+def test_a_stage_of_its_own_is_not_replaced_by_another_runs(folder, tmp_path):
+    other = RunFolder(tmp_path / "other")
+    write_bytes(other.path / "out.bin", b"others output")
+    other.record("select", "others hash", [], [other.path / "out.bin"], {}, 2.0)
+    before = folder.manifest()
+    folder.adopt("select", other)
+    assert (folder.path / "out.bin").read_bytes() == b"output" and folder.manifest() == before
+    empty = RunFolder(tmp_path / "empty")
+    for _ in range(2):
+        empty.adopt("select", folder)
+        assert (empty.path / "out.bin").read_bytes() == b"output"
+        assert empty.manifest()["stages"]["select"] == before["stages"]["select"]

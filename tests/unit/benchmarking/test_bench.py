@@ -210,3 +210,17 @@ def test_workloads_outside_every_profile_are_an_error():
             engines={"dense": engine("dense", profiles=tiny)},
             section=BenchSection(prefill_tokens=(8,), decode_past=(4,), request=(4, 3), batches=(2,)),
         )
+
+
+def test_the_first_visit_of_a_session_that_was_loaded_anew_is_not_timed(monkeypatch):
+    """Where memory holds one session, each turn loads it again: its first forward costs ten times as much."""
+    monkeypatch.setattr("ghostexport.benchmarking.benchmark._free_memory", lambda: 0)
+    cold = dict.fromkeys(("dense", "pruned"), lambda call: 10.0 if call == 0 else 1.0)
+    sessions, clock = loaders({"dense": 0.010, "pruned": 0.008}, drift=cold)
+    opened = []
+    counted = {name: lambda name=name: opened.append(name) or sessions[name]() for name in sessions}
+    measured = run(counted, clock=clock).to_json()["measurements"]
+    assert len(opened) > 12  # not only once each
+    for cost, variant in ((0.010, "dense"), (0.008, "pruned")):
+        (prefill,) = [m for m in measured if (m["workload"], m["variant"]) == ("prefill-b1-t8", variant)]
+        assert np.ravel(prefill["rounds"]) == pytest.approx(np.full(12, 8 * cost))

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from ghostexport.benchmarking.statistics import (
     percentile,
     slowdown,
     summarize,
+    unpaired_ratio,
 )
 
 
@@ -84,3 +87,20 @@ def test_slowdown_half_way_is_seen_and_noise_is_not():
     slowed = [(s[0] * (1 if r < 10 else 1.3),) for r, s in enumerate(steady)]
     assert slowdown(slowed) == pytest.approx(0.3, abs=0.05)
     assert slowdown(slowed[8:12]) is None  # too few rounds to say
+
+
+def test_the_interval_between_two_runs_covers_the_truth_about_as_often_as_it_says():
+    generator = np.random.default_rng(2)
+    inside = 0
+    for trial in range(300):
+        one, other = np.exp(generator.normal((0.2, 0.0), 0.1, (16, 2))).T[..., None]
+        interval = unpaired_ratio(one, other, seed=trial)
+        inside += math.exp(0.2) in interval
+    assert 0.88 <= inside / 300 <= 0.99
+
+
+def test_a_slow_down_that_may_be_noise_is_none():
+    """The second half's median is 19 % higher, of rounds that differ by a factor of four."""
+    first, second = (1.0, 2.0, 0.5, 1.1), (1.2, 0.6, 2.2, 1.3)
+    assert np.median(second) / np.median(first) > 1.15
+    assert slowdown([(v,) for v in (*first, *second)]) is None

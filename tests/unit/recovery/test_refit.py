@@ -144,6 +144,27 @@ def scaled(args, kwargs):
     return (1.5 * args[0], *args[1:]), kwargs
 
 
+def test_every_change_is_judged_against_the_model_as_it_stands(monkeypatch):
+    """All are accepted: what a change is held against was looked at after the one before it was made whole."""
+    walk = importlib.import_module("ghostexport.recovery.refit.walk")
+    looked, pairs = [], []
+    divergences = walk.Predictions.divergences
+
+    def look(self, point, stream):
+        looked.append(divergences(self, point, stream))
+        return looked[-1]
+
+    def accept(after, before):
+        assert after == looked[-1] and before == looked[-2]
+        pairs.append((before, after))
+        return True
+
+    monkeypatch.setattr(walk.Predictions, "divergences", look)
+    monkeypatch.setattr(walk, "surely_less", accept)
+    recovered(models.from_memory(tiny("llama")), [[1, 3]], "ghost+refit")
+    assert len(pairs) >= 4 and len({tuple(before) for before, _ in pairs}) == len(pairs)
+
+
 def test_a_nearer_stream_with_worse_predictions_is_left_alone(monkeypatch):
     """The same weights are taken or left by what the judges' predictions say, whatever the stream says."""
     loaded = models.from_memory(tiny("llama"))

@@ -82,6 +82,30 @@ def test_rank_solves_the_down_projection_again():
     assert float(gradient[C:].abs().max()) < 1e-3 * float(folds.cross[C:].abs().max())
 
 
+def test_a_rank_is_chosen_for_what_the_down_projection_cannot_make_up_for():
+    """Regressors that go along with the stream: a map cut down in the stream's own metric leaves more error."""
+    data = Planted()
+    inner = 0.3 * data.normal(*data.inner.shape) + data.mid @ data.normal(C, data.inner.shape[-1])
+    pre = data.mid + inner @ data.V0
+    post = data.mid @ data.W + inner @ data.V + 0.1 * data.normal(*pre.shape)
+    statistics = Gathered(data.boundary, Request(needs=frozenset({"last-block"}), folds=1), C, 480, torch.device("cpu"))
+    statistics.add(range(8), data.mask, pre, post, LastBlock(data.mid, inner, data.V0))
+    full, low = (fit_split(statistics, RecoverSection(rank=rank)) for rank in (None, 3))
+    folds = sum(statistics.last_block_folds[1:], start=statistics.last_block_folds[0])
+    ridge = low.fit["ridge"]
+    G, B = folds.gram + ridge * torch.eye(len(folds.gram)).double(), folds.cross
+
+    def left(M):
+        """The penalised error of a map with the down-projection that suits it best."""
+        D = torch.cat([M, torch.linalg.solve(G[C:, C:], B[C:] - G[C:, :C] @ M)])
+        return float((D * (G @ D - 2 * B)).sum() + folds.square_delta)
+
+    M, mine = (parts(operator)[0] - torch.eye(C).double() for operator in (full, low))
+    _, vectors = torch.linalg.eigh(M.T @ G[:C, :C] @ M)
+    top = vectors[:, -3:]
+    assert left(M) < left(mine) < 0.999 * left(M @ top @ top.T)
+
+
 @pytest.mark.parametrize("rank", [None, 3])
 def test_what_the_judges_refuse_changes_nothing(rank):
     """The judging sequences obey the opposite of what the others do."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,26 @@ def test_distillation_lowers_the_held_out_loss_and_keeps_the_best(name, base):
     assert all(torch.equal(after[key], value) for key, value in before.items())
     alone = recovered(loaded, base)[base]
     assert [a.delta.tobytes() for a in alone.operators] == [a.delta.tobytes() for a in first]
+
+
+def test_of_a_distillation_the_best_state_is_kept_and_not_the_last(monkeypatch):
+    """Held-out losses as they may be when a training runs away: the maps are those of the second look."""
+    distilled = importlib.import_module("ghostexport.recovery.trained.distilled")
+    losses, seen = iter([5.0, 4.0, 2.0, 3.0, 6.0]), []
+
+    def judged(student, judge, held_out):
+        modules = (m for m in student.modules() if isinstance(m, models.BoundaryModule))
+        seen.append([module.delta.detach().clone().numpy() for module in modules])
+        return next(losses)
+
+    monkeypatch.setattr(distilled, "_judged", judged)
+    loaded = models.from_memory(tiny("llama"))
+    operators = recovered(loaded, "ghost-distilled", epochs=1)["ghost-distilled"].operators
+    assert operators[0].fit["loss_before"] == 5.0 and operators[0].fit["loss_held_out"] == 2.0
+    assert operators[0].fit["best_step"] == 8 and operators[0].fit["steps"] == 16
+    for operator, best, last in zip(operators, seen[2], seen[4], strict=True):
+        np.testing.assert_array_equal(operator.delta, best)
+        assert np.abs(operator.delta - last).max() > 0
 
 
 def test_cosine_beats_the_start_and_runs_behind_the_repaired_prefix():
