@@ -90,6 +90,7 @@ class Row:
         for need in needs:
             if self.cells[need]["state"] != "passed":
                 self.cells[column] = {"state": "after", "note": need}
+                self.write()
                 return
         self.cells[column] = {"state": "failed", "note": "the process ended here"}
         self.write()

@@ -7,13 +7,13 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ghostexport.errors import RuntimeUnavailableError
+from ghostexport.errors import ExportError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 
 if TYPE_CHECKING:
     from ghostexport.exporters.graph_file import OnnxGraphFile
 
-__all__ = ["EXPORTERS", "available", "choose_exporter", "export_model"]
+__all__ = ["EXPORTERS", "available", "check", "choose_exporter", "export_model", "require_exportable"]
 
 #: Exporter -> the module it needs, and how that is installed.
 EXPORTERS = {
@@ -64,6 +64,32 @@ def choose_exporter(name: str = "auto") -> tuple[str, str]:
     )
 
 
+def check(model: Any, exporter: str = "auto") -> str | None:
+    """Why a model cannot be exported; None where nothing speaks against it. Takes one short step of the model.
+
+    Args:
+        model: a Hugging Face causal LM, on any device.
+        exporter: a key of :data:`EXPORTERS`, or ``auto``.
+
+    Raises:
+        RuntimeUnavailableError: the exporter is not installed.
+    """
+    from ghostexport.models.running import cache_fault
+
+    choose_exporter(exporter)
+    fault = cache_fault(model)
+    return fault and f"{fault}; graphs here carry one key and one value cache per block from step to step"
+
+
+def require_exportable(model: Any, exporter: str = "auto") -> None:
+    """Raises ExportError, saying what works instead, where :func:`check` gives a reason."""
+    if reason := check(model, exporter):
+        raise ExportError(
+            f"{type(model).__name__} cannot be exported: {reason}.",
+            "Blocks can be selected, removed and repaired all the same: take the checkpoint (--to checkpoint).",
+        )
+
+
 def export_model(
     model: Any, output: Path, *, exporter: str = "auto", opset: int = 20, execution: Execution | None = None
 ) -> OnnxGraphFile:
@@ -81,7 +107,8 @@ def export_model(
         execution: how; its ``progress`` is called.
 
     Raises:
-        ExportError: the exporter failed (its error is chained) or made something else than a decoder with KV cache.
+        ExportError: :func:`check` gives a reason, the exporter failed (its error is chained) or made something else
+            than a decoder with KV cache.
         RuntimeUnavailableError: the exporter is not installed.
         RunFolderError: the files cannot be written.
     """

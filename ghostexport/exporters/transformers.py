@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ghostexport.errors import ExportError
 from ghostexport.execution import Execution
 from ghostexport.exporters.graph_file import OnnxGraphFile, canonicalise, check_interface, write_graph
-from ghostexport.exporters.simplify import simplify
+from ghostexport.exporters.simplify import simplify, widen_bfloat16
 from ghostexport.models.silence import silenced
 
 # Sample lengths: all different and above 1, so that no axis is specialised or confused with another.
@@ -32,6 +32,10 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
     num_blocks = len(blocks)
     total = 2 * num_blocks + 1  # tracing a block takes as long as translating it
     execution.progress("export", 0, total)
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+    if "dynamic" in str(rope):
+        trained = model.config.get_text_config().max_position_embeddings
+        execution.say(f"export: dynamic rotary frequencies are those of up to {trained} positions, the trained length")
     with _ready_for_export(model), silenced(*_NOISY_LOGGERS):
         try:
             inputs = sample_inputs(model)
@@ -43,6 +47,8 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
             raise ExportError(
                 f"transformers' ONNX exporter failed on {type(model).__name__} at opset {opset}: {error}", _REMEDY
             ) from error
+    if next(model.parameters()).dtype.itemsize == 4:
+        widen_bfloat16(exported)
     _name_cache(exported.graph)
     canonicalise(exported)
     check_interface(exported.graph, num_blocks)
@@ -78,18 +84,14 @@ def sample_inputs(model: Any) -> dict[str, Any]:
     import torch
     from transformers.cache_utils import DynamicCache
 
-    from ghostexport.models.running import accepts, cache_argument, cache_tensors, step
+    from ghostexport.exporters import require_exportable
+    from ghostexport.models.running import accepts, cache_argument, step
 
     vocab_size = int(model.config.get_text_config().vocab_size)
     ids = torch.arange(BATCH * (PAST + TOKENS)).reshape(BATCH, -1) % vocab_size
+    require_exportable(model, "transformers")
     # a cache without the model's configuration keeps every token in every block, sliding-window ones included
     _, cache = step(model, ids[:, :PAST], DynamicCache())
-    try:
-        cache_tensors(cache)
-    except (AttributeError, TypeError) as error:
-        raise ExportError(
-            f"{type(model).__name__} keeps no plain KV cache: {error}.", "Only attention decoders can be exported."
-        ) from error
     inputs: dict[str, Any] = {
         "input_ids": ids[:, PAST:].contiguous(),
         "attention_mask": torch.ones(BATCH, PAST + TOKENS, dtype=torch.int64),
@@ -155,10 +157,17 @@ def _counting(blocks: Any, report: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ready_for_export(model: Any) -> Iterator[None]:
-    """On the CPU and in evaluation mode; put back afterwards."""
+    """On the CPU, in evaluation mode, dynamic rotary frequencies at rest; put back afterwards."""
     device, training = next(model.parameters()).device, model.training
     model.to("cpu").eval()
+    growing = [m for m in model.modules() if "dynamic" in str(getattr(m, "rope_type", ""))]
+    types = [module.rope_type for module in growing]
+    for module in growing:  # its frequencies change only past the trained length: the graph keeps the trained ones
+        kept = module.rope_type
+        module.rope_type = dict.fromkeys(kept, "default") if isinstance(kept, dict) else "default"
     try:
         yield
     finally:
+        for module, kept in zip(growing, types, strict=True):
+            module.rope_type = kept
         model.to(device).train(training)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ghostexport.models.blocks import find_blocks, hidden_states, output_states
+from ghostexport.models.blocks import find_blocks, hidden_states, output_states, probe_tokens
 
 
 class _StopForwardError(Exception):
@@ -110,6 +110,34 @@ def step(
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     """Position of every token of ``attention_mask`` ``(B, T)``, counting attended tokens only; 0 for padding."""
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def cache_fault(model: Any) -> str | None:
+    """Why the model's cache is not one key and one value tensor per block; None where it is. Runs one short step."""
+    name, count = type(model).__name__, len(find_blocks(model))
+    try:
+        cache = step(model, probe_tokens(model))[1]
+        layers = cache.layers
+    except (AttributeError, KeyError, TypeError):
+        return f"{name} keeps no keys and values per block in a cache of transformers"
+    for index, layer in enumerate(layers):
+        kept = {key for key, value in vars(layer).items() if _holds_tensors(value) and not key.startswith("_")}
+        if kept != {"keys", "values"}:
+            what = ", ".join(sorted(kept - {"keys", "values"})) or type(layer).__name__
+            beside = "besides keys and values" if kept >= {"keys", "values"} else "instead of keys and values"
+            return f"block {index} of {name} keeps {what} {beside}"
+    if len(layers) != count:
+        return f"{count} blocks of {name} keep {len(layers)} caches"
+    try:
+        cache_tensors(cache)
+    except TypeError as error:
+        return f"{name}: {error}"
+    return None
+
+
+def _holds_tensors(value: Any) -> bool:
+    found = value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(tensor, torch.Tensor) for tensor in found)
 
 
 def cache_tensors(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -76,6 +76,9 @@ def _renumber(block: nn.Module, old: int, new: int) -> None:
 
 
 def _cut_config(config: Any, plan: PrunePlan) -> None:
+    own = config.to_dict().get("per_layer_config") or {}  # block -> what differs from the rest of the configuration
+    if own:
+        config.per_layer_config = None
     step = getattr(config, "decoder_sparse_step", 1)
     if step > 1:  # every step-th block is sparse: only an explicit list survives a cut
         dense = {block for block in range(plan.num_blocks) if (block + 1) % step}
@@ -89,6 +92,8 @@ def _cut_config(config: Any, plan: PrunePlan) -> None:
         elif isinstance(value, list | tuple) and len(value) == plan.num_blocks and "token_id" not in name:
             setattr(config, name, type(value)(value[block] for block in plan.kept))
     config.num_hidden_layers = len(plan.kept)
+    if own:
+        config.per_layer_config = {plan.new_index(int(b)): o for b, o in own.items() if int(b) in plan.kept}
 
 
 class BoundaryModule(nn.Module):

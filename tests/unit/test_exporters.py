@@ -9,11 +9,13 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
+import transformers
 
 from ghostexport import exporters
 from ghostexport.errors import ExportError, RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.exporters import graph_file
-from ghostexport.exporters.simplify import simplify
+from ghostexport.exporters.simplify import simplify, widen_bfloat16
 from ghostexport.files import sha256_file
 from ghostexport.models.silence import silenced
 from tests.tiny import tiny
@@ -200,3 +202,48 @@ def test_simplify_keeps_what_the_graph_computes():
     )
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
     np.testing.assert_allclose(actual, 12 * x, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "reason"),
+    [
+        ("Mamba", {"state_size": 4}, "block 0 of MambaForCausalLM keeps conv_states, recurrent_states instead of keys"),
+        ("Lfm2", {"layer_types": ["full_attention", "conv"]}, "block 1 of Lfm2ForCausalLM keeps conv_states instead"),
+    ],
+)
+def test_a_model_without_plain_caches_is_refused_at_once_and_the_checkpoint_named(tmp_path, kind, own, reason):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes, intermediate_size=48, num_key_value_heads=2, **own)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert reason in exporters.check(model)
+    with pytest.raises(ExportError, match="--to checkpoint"):
+        exporters.export_model(model, tmp_path / "dense.onnx")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mistral"])
+def test_nothing_speaks_against_a_decoder_with_plain_caches(name):
+    assert exporters.check(tiny(name)) is None
+
+
+def test_bfloat16_arithmetic_in_float32_is_the_same_bits():
+    """Against PyTorch, which rounds once: all operations, magnitudes far apart, ties included."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(20000, generator=generator) * 2.0 ** torch.randint(-12, 12, (20000,)) for _ in range(2))
+    for name in ("Add", "Sub", "Mul", "Div"):
+        model = ir.from_onnx_text(
+            f"""<ir_version: 10, opset_import: ["" : 20]>
+            g (float[N] x, float[N] y) => (float[N] z) <bfloat16[N] a, bfloat16[N] b, bfloat16[N] c> {{
+                a = Cast<to=16>(x)
+                b = Cast<to=16>(y)
+                c = {name}(a, b)
+                z = Cast<to=1>(c)
+            }}"""
+        )
+        widen_bfloat16(model)
+        session = onnxruntime.InferenceSession(
+            ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        (actual,) = session.run(None, {"x": x.numpy(), "y": y.numpy()})
+        operation = getattr(torch, name.lower())
+        expected = operation(x.bfloat16(), y.bfloat16()).float().numpy()
+        np.testing.assert_array_equal(actual, expected)

@@ -113,6 +113,22 @@ def test_index_lists_thresholds_and_steps_are_cut():
     assert rebuilt.state_dict().keys() == pruned.state_dict().keys()
 
 
+def test_what_single_blocks_differ_in_moves_with_them(tmp_path):
+    """Gemma 4's full-attention blocks have a head size of their own, kept per block index."""
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32}
+    types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        **sizes, **heads, layer_types=types, hidden_size_per_layer_input=0, num_kv_shared_layers=0
+    )
+    dense = transformers.AutoModelForCausalLM.from_config(config).eval()
+    pruned = models.drop_blocks(dense, PrunePlan.from_spans(4, [[1, 3]]))
+    models.save_checkpoint(pruned, None, tmp_path)
+    again = models.load_model(tmp_path, "float32")
+    assert [block.self_attn.head_dim for block in again.blocks] == [16, 32]
+    torch.testing.assert_close(again.model(TOKENS).logits, pruned(TOKENS).logits)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "gpt-neox"])
 @pytest.mark.parametrize("place", PLANS)
 def test_operator_acts_between_the_blocks(name, place):
