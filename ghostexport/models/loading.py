@@ -40,7 +40,14 @@ _PATCHED = "ghostexport"
 _UNTRUSTING = "trust_remote_code"
 _UNTRUSTED = "It needs Python code that it brings. Read the code; to have it run, give --trust-remote-code."
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tiktoken.model",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +144,7 @@ def load_model(
     config = _causal_config(folder, trust_remote_code)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **_placement(execution)}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
+    options |= _dequantised(config, folder)
     try:
         with hidden_progress_bars(), silenced("transformers"):
             read: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -147,6 +155,9 @@ def load_model(
             f"{folder} cannot be loaded as a causal language model: {error}", "Use a decoder-only causal LM."
         ) from error
     model, info = read
+    vars(model).pop("hf_quantizer", None)  # it would refuse to save what is an ordinary model now
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     _require_all_weights(model, info, folder, execution)
     model = model.eval() if execution.device == SPLIT else nn.Module.to(model, _device(execution)).eval()
     loaded = from_memory(model, load_tokenizer(folder, trust_remote_code, config), str(folder))
@@ -174,7 +185,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False, config: Any = 
     Raises:
         ModelLayoutError: it has tokenizer files that transformers cannot read.
     """
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if not any(path.name in _TOKENIZER_FILES or path.suffix == ".tiktoken" for path in folder.iterdir()):
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
@@ -234,6 +245,27 @@ def _placement(execution: Execution) -> dict[str, Any]:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     memory = None if execution.memory is None else dict(execution.memory)
     return {"device_map": "auto", "max_memory": memory, "offload_folder": str(folder)}
+
+
+def _dequantised(config: Any, folder: Path) -> dict[str, Any]:
+    """Keywords that make a quantised checkpoint an ordinary model.
+
+    Raises:
+        ModelLayoutError: transformers cannot do that in its format.
+    """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return {}
+    values = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    method = str(values.get("quant_method", "unknown"))
+    makers = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+    if (maker := getattr(transformers, makers.get(method, ""), None)) is None:
+        raise ModelLayoutError(
+            f"{folder} holds weights quantised as {method!r}, which cannot be made ordinary weights here.",
+            "Use the checkpoint that it was made from (its model card, or base_model, names it), or a GGUF file of it.",
+        )
+    known = {name: value for name, value in values.items() if name in ("weight_block_size", "modules_to_not_convert")}
+    return {"quantization_config": maker(**known, dequantize=True)}
 
 
 def _causal_config(folder: Path, trust_remote_code: bool) -> Any:

