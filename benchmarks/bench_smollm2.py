@@ -3,9 +3,10 @@
     python benchmarks/bench_smollm2.py --work RUNS [--prune 5 7 11] [--source smollm2] [--sequences 32] [--length 512]
     python benchmarks/bench_smollm2.py --work RUNS --prune 7 --name smollm2-kinds --operators ghost ghost-weighted ...
 
-Runs the pipeline once per depth into ``RUNS/n<depth>`` (finished stages are kept), then writes per depth the bench
-JSON, ``eval.json``, the recipe and the report into ``benchmarks/results/NAME-n<depth>/``, and the sweep over depths
-into ``benchmarks/results/NAME-sweep.json`` and ``.html``. Run it on a quiet machine: the report flags other load.
+Runs the pipeline once per depth into ``RUNS/n<depth>`` (finished stages are kept), then writes per depth the
+bench JSON, ``engine_quality.json``, the recipe and the report into ``benchmarks/results/NAME-n<depth>/``, and the sweep
+over depths into ``benchmarks/results/NAME-sweep.json`` and ``.html``. Run it on a quiet machine: the report flags other
+load.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def publish(run_folder: Path, target: Path) -> None:
     import json
 
     target.mkdir(parents=True, exist_ok=True)
-    for name in ("bench/onnxruntime.json", "eval.json", "recipe.yaml", "plan.json", "report.html"):
+    for name in ("bench/onnxruntime.json", "engine_quality.json", "recipe.yaml", "plan.json", "report.html"):
         shutil.copyfile(run_folder / name, target / Path(name).name)
     for sentence in sentences(json.loads((target / "onnxruntime.json").read_text(encoding="utf-8"))):
         print(sentence)

@@ -215,8 +215,9 @@ def sweep(
 def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     """Write RUN/report.html from what the finished stages left."""
     from ghostexport.report.page import write_report
+    from ghostexport.runfolder import RunFolder
 
-    typer.echo(write_report(run))
+    typer.echo(write_report(RunFolder(run)))
 
 
 @app.command()
@@ -257,7 +258,7 @@ def resolve(
     from ghostexport.recipe import parse_recipe, read_recipe
     from ghostexport.runfolder import RunFolder
 
-    is_run = (Path(target) / "recipe.yaml").is_file()
+    is_run = RunFolder(target).recipe_path.is_file()
     if not is_run and output is None:
         raise RecipeError(
             f"{target} is not a run folder (it has no recipe.yaml).",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ghostexport.errors import CalibrationError, RecipeError
-from ghostexport.runfolder import RunFolder
+from ghostexport.runfolder import AFTER_RECOVERY, RunFolder
 
 if TYPE_CHECKING:
     from ghostexport.calibration import Batch
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 #: Stages that several processes may run.
 SHARED = ("calibrate", "select", "recover")
-
-#: What those stages never read, and may be large.
-_LEFT_OUT = ("onnx", "engines", "bench")
 
 
 def is_torchrun() -> bool:
@@ -68,7 +65,7 @@ def joined(folder: RunFolder, goal: str) -> Iterator[RunFolder]:
         if not is_first():
             own = RunFolder(Path(scratch) / "run")
             if folder.path.exists():
-                shutil.copytree(folder.path, own.path, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+                shutil.copytree(folder.path, own.path, ignore=shutil.ignore_patterns(*AFTER_RECOVERY))
         distributed.barrier()  # nobody writes before everybody has a copy
         try:
             yield own

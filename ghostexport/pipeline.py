@@ -12,7 +12,6 @@ resumes after a crash. A stage is a function ``(RunFolder, Recipe, Execution) ->
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -23,8 +22,6 @@ from typing import TYPE_CHECKING
 from ghostexport.errors import RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
-from ghostexport.operators import OperatorSet, load_operators
-from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Recipe
 from ghostexport.runfolder import RunFolder
 
@@ -70,8 +67,8 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     loaded = _loaded(recipe, execution)
     drawn, _ = calibration.load(folder.calibration_path)
     plan, gathered = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
-    if (checkpoints := folder.path / "checkpoint").exists():  # of an earlier plan, or of another model
-        shutil.rmtree(checkpoints)
+    if folder.checkpoints_path.exists():  # of an earlier plan, or of another model
+        shutil.rmtree(folder.checkpoints_path)
     write_json(folder.plan_path, plan.to_json())
     if gathered is None:
         return [folder.plan_path]
@@ -90,7 +87,7 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
     from ghostexport.recovery.recover import recover as fit_operators
     from ghostexport.recovery.recover import shareable
 
-    plan = read_plan(folder)
+    plan = folder.read_plan()
     loaded = _loaded(recipe, execution)
     drawn, held_out = calibration.load(folder.calibration_path)
     request = shareable(recipe.recover, len(plan.removed))
@@ -105,7 +102,7 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
         write_bytes(folder.operators_path(name), operators.to_bytes())
         written.append(folder.operators_path(name))
         if not operators.adds_nodes:  # an ordinary model with fewer blocks: for any runtime that reads checkpoints
-            written += models.save_model(models.patch(loaded, plan, operators), folder.path / "checkpoint" / name)
+            written += models.save_model(models.patch(loaded, plan, operators), folder.checkpoints_path / name)
     return written
 
 
@@ -125,18 +122,18 @@ def surgery(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
     """Derives every other variant from the dense graph: blocks cut out, operator spliced in."""
     from ghostexport.surgery import operate
 
-    plan = read_plan(folder)
+    plan = folder.read_plan()
     written = []
     for done, variant in enumerate(recipe.variants[1:]):
         execution.progress("surgery", done, len(recipe.variants) - 1)
-        graph, operators = folder.graph_path(variant), read_operators(folder, variant)
+        graph, operators = folder.graph_path(variant), folder.read_operators(variant)
         if operators is not None:
             own, reason = operators.dtype_in(recipe.model.dtype)
             if own != recipe.model.dtype:
                 execution.say(f"surgery: the operator of {variant} computes in {own} ({reason})")
         report = operate(folder.graph_path("dense"), plan, operators, graph)
-        write_json(graph.with_suffix(".surgery.json"), report.to_json())
-        written += [graph, graph.with_suffix(".surgery.json")]
+        write_json(folder.surgery_path(variant), report.to_json())
+        written += [graph, folder.surgery_path(variant)]
         data = graph.with_name(f"{graph.name}.data")
         written += [data] if data.exists() else []
     return written
@@ -146,25 +143,24 @@ def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     """Compares every graph on ONNX Runtime with the PyTorch model changed the same way."""
     from ghostexport import models, verification
 
-    plan = read_plan(folder)
+    plan = folder.read_plan()
     dense = _loaded(recipe, execution)
     reports = {}
     for done, variant in enumerate(recipe.variants):
         execution.progress("verify", done, len(recipe.variants))
-        loaded = dense if variant == "dense" else models.patch(dense, plan, read_operators(folder, variant))
+        loaded = dense if variant == "dense" else models.patch(dense, plan, folder.read_operators(variant))
         reports[variant] = verification.verify(loaded.model, folder.graph_path(variant), variant).to_json()
-    path = folder.path / "parity.json"
-    write_json(path, reports)
-    return [path]
+    write_json(folder.parity_path, reports)
+    return [folder.parity_path]
 
 
 def evaluate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Measures the quality of every variant on PyTorch and ONNX Runtime."""
     from ghostexport.evaluation.eval_run import eval_run
 
-    plan = read_plan(folder)
+    plan = folder.read_plan()
     loaded = _loaded(recipe, execution)
-    sets = {name: read_operators(folder, name) for name in recipe.recover.operators}
+    sets = {name: folder.read_operators(name) for name in recipe.recover.operators}
     return eval_run(folder, recipe, loaded, plan, {n: s for n, s in sets.items() if s is not None}, execution)
 
 
@@ -183,9 +179,9 @@ def build(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]
 
 def bench(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Measures quality and speed of every engine that can run here."""
-    from ghostexport import benchmarking
+    from ghostexport.benchmarking.bench_run import bench_run
 
-    return benchmarking.bench_run(folder, recipe, execution)
+    return bench_run(folder, recipe, execution)
 
 
 STAGES = (
@@ -294,25 +290,3 @@ def _resolved(recipe: Recipe, execution: Execution) -> Recipe:
     name, reason = runtimes.default_runtime()
     execution.say(f"runtime: {name} ({reason})")
     return recipe.model_copy(update={"build": recipe.build.model_copy(update={"runtimes": (name,)})})
-
-
-def read_plan(folder: RunFolder) -> PrunePlan:
-    """The plan of a run.
-
-    Raises:
-        RunFolderError: it is missing or unreadable.
-    """
-    path = folder.require(folder.plan_path, "select")
-    try:
-        return PrunePlan.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(
-            f"{path} is not a plan: {error}", f"Make it again: ghostexport select {folder.path}"
-        ) from error
-
-
-def read_operators(folder: RunFolder, variant: str) -> OperatorSet | None:
-    """The operators of a variant; None for ``dense`` and ``pruned``, which have none."""
-    if variant in ("dense", "pruned"):
-        return None
-    return load_operators(folder.require(folder.operators_path(variant), "recover"))

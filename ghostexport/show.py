@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ghostexport.errors import RunFolderError
-from ghostexport.recipe import Recipe, parse_recipe, read_recipe
-from ghostexport.runfolder import RunFolder
+from ghostexport.recipe import parse_recipe, read_recipe
+from ghostexport.runfolder import RunFiles, RunFolder
 
 if TYPE_CHECKING:
     from ghostexport.report.runs import Sweep
@@ -72,40 +72,37 @@ def print_run(path: Path) -> None:
     if not folder.recipe_path.is_file():
         raise RunFolderError(f"{path} is not a run folder (no recipe.yaml).", "Make one with: ghostexport build engine")
     recipe = parse_recipe(read_recipe(folder.recipe_path), str(folder.recipe_path))
-    finished = folder.manifest()["stages"]
-    if folder.plan_path.exists() and "select" in finished:
-        plan = json.loads(folder.plan_path.read_text(encoding="utf-8"))
-        spans = ", ".join(f"[{start}, {stop})" for start, stop in plan["removed"])
-        _out.print(f"{recipe.model.source}: removed {spans} of {plan['num_blocks']} blocks ({plan['criterion']})")
-    rows = variant_rows(folder, recipe)
+    run = folder.read()
+    if run.plan is not None and "select" in run.finished:
+        _out.print(f"{recipe.model.source}: removed {run.cut} ({run.plan['criterion']})")
+    rows = variant_rows(run, recipe.variants)
     if rows:
         _out.print(_table(rows))
-    _out.print(f"run folder: {path}   finished: {', '.join(finished) or 'nothing yet'}")
+    _out.print(f"run folder: {path}   finished: {', '.join(run.finished) or 'nothing yet'}")
 
 
-def variant_rows(folder: RunFolder, recipe: Recipe) -> list[dict[str, str]]:
+def variant_rows(run: RunFiles, variants: Sequence[str]) -> list[dict[str, str]]:
     """One row per variant with whatever the finished stages know; columns nobody knows are left out."""
-    facts = {variant: _variant_facts(folder, variant) for variant in recipe.variants}
+    facts = {variant: _variant_facts(run, variant) for variant in variants}
     columns = list(dict.fromkeys(column for row in facts.values() for column in row))
-    return [{"variant": v, **{c: facts[v].get(c, "") for c in columns}} for v in recipe.variants] if columns else []
+    return [{"variant": v, **{c: facts[v].get(c, "") for c in columns}} for v in variants] if columns else []
 
 
-def _variant_facts(folder: RunFolder, variant: str) -> dict[str, str]:
+def _variant_facts(run: RunFiles, variant: str) -> dict[str, str]:
     facts: dict[str, str] = {}
-    quality = _quality(folder, variant)
-    size = _read(folder.path / "eval.json").get("sizes", {}).get(variant, {})
+    size = run.engine_quality.get("sizes", {}).get(variant, {})
     for column, key, form in (("blocks", "blocks", "{}"), ("parameters", "parameters", "{:,}")):
         if key in size:
             facts[column] = form.format(size[key])
     if "weight_bytes" in size:
         facts["MB"] = f"{size['weight_bytes'] / 1e6:.1f}"
-    operators = folder.operators_path(variant)
-    if operators.exists():
-        from ghostexport.operators import load_operators
-
-        fits = [operator.fit for operator in load_operators(operators).operators]
+    if variant in run.operators:
+        fits = [operator.fit for operator in run.operators[variant].operators]
         for column, key in (("NMSE held-out", "nmse_held_out"), ("relative error held-out", "relative_error_held_out")):
             facts[column] = ", ".join(f"{fit[key]:.3f}" for fit in fits if key in fit)
+    # of the engines where they are benchmarked, else of the models; none that an earlier plan left
+    measured = ({} if "bench" in run.outdated else run.engine_quality).get("variants", {}).get(variant)
+    quality = measured or run.model_quality.get("variants", {}).get(variant, {})
     for column, key, form in (
         ("perplexity", "perplexity", "{:.2f}"),
         ("KL to dense", "kl", "{:.3f}"),
@@ -113,22 +110,12 @@ def _variant_facts(folder: RunFolder, variant: str) -> dict[str, str]:
     ):
         if key in quality:
             facts[column] = form.format(quality[key])
-    for bench in sorted((folder.path / "bench").glob("*.json")):
-        facts |= _read(bench).get("summary", {}).get(variant, {})
-    for runtime in sorted(p for p in (folder.path / "engines").glob("*") if p.is_dir()):
-        sidecar = _read(runtime / f"{variant}.json")
-        if sidecar:
-            facts[f"{runtime.name} engine"] = f"{sidecar['plan_bytes'] / 1e6:.0f} MB"
+    for bench in run.benches.values():
+        facts |= bench.get("summary", {}).get(variant, {})
+    for runtime, sidecars in run.sidecars.items():
+        if variant in sidecars:
+            facts[f"{runtime} engine"] = f"{sidecars[variant]['plan_bytes'] / 1e6:.0f} MB"
     return facts
-
-
-def _quality(folder: RunFolder, variant: str) -> dict[str, Any]:
-    """Figures of the engines where they are benchmarked, else of the models (eval); none that an earlier run left."""
-    for stage, name in (("bench", "eval.json"), ("eval", "evaluation.json")):
-        figures: dict[str, Any] = _read(folder.path / name).get("variants", {}).get(variant, {})
-        if figures and not folder.is_outdated(stage):
-            return figures
-    return {}
 
 
 def _table(rows: list[dict[str, str]]) -> Table:
@@ -140,10 +127,6 @@ def _table(rows: list[dict[str, str]]) -> Table:
         if figure != "variant":
             table.add_row(figure, *(row[figure] for row in rows))
     return table
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def print_doctor() -> None:

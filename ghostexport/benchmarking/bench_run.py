@@ -22,7 +22,6 @@ from ghostexport.errors import RecipeError, RunFolderError, RuntimeUnavailableEr
 from ghostexport.execution import Execution
 from ghostexport.files import write_json
 from ghostexport.models import resolve_source
-from ghostexport.pipeline import read_plan
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import BenchSection, BuildSection, Recipe
 from ghostexport.report.page import write_report
@@ -39,7 +38,7 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
         RuntimeUnavailableError: none of the recipe's runtimes can run on this machine.
         RunFolderError: an artefact is missing or was edited.
     """
-    plan = read_plan(folder)
+    plan = folder.read_plan()
     heads = _query_heads(recipe, execution)
     facts = {v: _facts(folder, plan, v, heads) for v in recipe.variants}
     usable, reasons = _usable(recipe)
@@ -51,9 +50,8 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
             "Copy the run folder to a machine with the device, or add --runtime onnxruntime.",
         )
     quality = _quality(folder, recipe, usable, facts, execution)
-    quality_path = folder.path / "eval.json"
-    write_json(quality_path, quality)
-    written = [quality_path]
+    write_json(folder.engine_quality_path, quality)
+    written = [folder.engine_quality_path]
     for name, runtime in usable.items():
         engines = _engines(folder, recipe, name)
         loaders = {v: functools.partial(runtime.load, engine, execution) for v, engine in engines.items()}
@@ -67,9 +65,9 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
             recipe_sha256=recipe.sha256,
             observe=lambda cells: execution.table(recipe.variants, live_rows(cells)),
         )
-        written += write_bench(folder.path / "bench", name, measured)
+        written += write_bench(folder, name, measured)
     try:
-        write_report(folder.path)
+        write_report(folder)
     except RuntimeUnavailableError as error:
         execution.say(f"report.html was not written: {error.message} {error.remedy}")
     return written
@@ -108,16 +106,17 @@ def bench_engines(
     return replace(bench(loaders, engines, facts, section, execution, parity=parity), extra=quality)
 
 
-def write_bench(folder: Path, runtime: str, measured: BenchReport) -> list[Path]:
-    """Writes ``<runtime>.json``, and ``<runtime>/layers_<variant>.json`` with its profile where layers were timed."""
+def write_bench(folder: RunFolder, runtime: str, measured: BenchReport) -> list[Path]:
+    """Writes the figures of one runtime, and the profile of every engine whose layers were timed."""
     report = measured.to_json()
     report["summary"] = summary_cells(report)
-    path = folder / f"{runtime}.json"
-    write_json(path, report)
-    written = [path]
+    write_json(folder.bench_path(runtime), report)
+    written = [folder.bench_path(runtime)]
     for variant, found in measured.footprints.items():
         if found.profile is not None:
-            written += write_layers(folder / runtime, variant, found.profile)
+            files = folder.layers_path(runtime, variant), folder.profile_path(runtime, variant)
+            write_layers(*files, found.profile)
+            written += files
     return written
 
 
@@ -146,11 +145,7 @@ def _usable(recipe: Recipe) -> tuple[dict[str, Runtime], list[str]]:
 
 
 def _engines(folder: RunFolder, recipe: Recipe, runtime: str) -> dict[str, EngineFile]:
-    sidecars = {v: folder.engine_path(runtime, v) for v in recipe.variants}
-    return {
-        v: read_sidecar(folder.require(path.with_name(f"{path.name}.json"), "build engine"))
-        for v, path in sidecars.items()
-    }
+    return {v: read_sidecar(folder.require(folder.sidecar_path(runtime, v), "build engine")) for v in recipe.variants}
 
 
 def _quality(
@@ -180,8 +175,7 @@ def _parity(
     folder: RunFolder, recipe: Recipe, engine: EngineFile, loaders: Loaders, execution: Execution
 ) -> dict[str, bool]:
     """Variant -> whether its graph agreed with PyTorch (the verify stage) and its engine agrees with the graph."""
-    path = folder.path / "parity.json"
-    reports = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    reports = folder.read_parity()
     graphs = {variant: folder.graph_path(variant) for variant in loaders}
     agreed = agreements(loaders, graphs, engine, recipe.model.dtype, recipe.bench.seed, execution)
     return {v: agrees and bool(reports.get(v, {}).get("passed", False)) for v, agrees in agreed.items()}

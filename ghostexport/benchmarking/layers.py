@@ -89,9 +89,7 @@ def trtexec_profile(runs: Sequence[LayerTimes]) -> list[dict[str, Any]]:
     return entries
 
 
-def write_layers(folder: Path, name: str, profile: LayerProfile) -> tuple[Path, Path]:
-    """Writes ``layers_<name>.json`` (as ``trtexec --exportLayerInfo``) and ``profile_<name>.json``."""
-    paths = folder / f"layers_{name}.json", folder / f"profile_{name}.json"
-    write_json(paths[0], dict(profile.layers))
-    write_json(paths[1], trtexec_profile(profile.runs))
-    return paths
+def write_layers(layers: Path, times: Path, profile: LayerProfile) -> None:
+    """Writes what ``trtexec`` writes with ``--exportLayerInfo`` and with ``--exportProfile``."""
+    write_json(layers, dict(profile.layers))
+    write_json(times, trtexec_profile(profile.runs))

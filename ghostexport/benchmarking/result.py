@@ -45,6 +45,7 @@ from ghostexport.benchmarking.statistics import (
     summarize,
 )
 from ghostexport.benchmarking.workloads import Workload
+from ghostexport.runfolder import BENCH_SCHEMA
 from ghostexport.runtimes.base import EngineFile
 
 
@@ -165,9 +166,6 @@ def verdict(speedup: Interval) -> str:
     return "faster" if speedup.value > 1 else "slower"
 
 
-SCHEMA = "ghostexport.bench/1"
-
-
 @dataclass(frozen=True)
 class BenchReport:
     """Everything one benchmark measured; :meth:`to_json` is the file's content."""
@@ -195,7 +193,7 @@ class BenchReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
+            "schema": BENCH_SCHEMA,
             "runtime": self.runtime,
             "clock": self.clock,
             "created": self.created,

@@ -1,4 +1,4 @@
-"""The eval stage: the quality of every variant of a run on PyTorch and on its ONNX graphs, into ``evaluation.json``."""
+"""The eval stage: the quality of every variant of a run on PyTorch and on its ONNX graphs, into its file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def eval_run(
 ) -> list[Path]:  # fmt: skip
     """Measures every variant.
 
-    ``evaluation.json``: ``text`` (held-out windows, their BOS token), ``variants`` (``perplexity``, ``kl`` in nats and
+    The file holds ``text`` (held-out windows, their BOS token), ``variants`` (``perplexity``, ``kl`` in nats and
     ``top1`` against dense, ``onnx`` the same of the graph, ``losses`` per window, ``sample``, ``tasks``),
     ``differences`` between all pairs with paired bootstrap intervals, ``boundaries`` (ladder, operators).
 
@@ -64,9 +64,8 @@ def eval_run(
             report["variants"][name]["sample"] = {"prompt": loaded.tokenizer.decode(prompt[0]), "text": text}
     if section.tasks:
         _add_tasks(report, variants, loaded, section, execution)
-    path = folder.path / "evaluation.json"
-    write_json(path, report)
-    return [path]
+    write_json(folder.model_quality_path, report)
+    return [folder.model_quality_path]
 
 
 def _figures(meter: QualityMeter) -> dict[str, Any]:

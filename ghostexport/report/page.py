@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page made from nothing but the files of a run folder.
+"""The report: one self-contained page made from nothing but the files of a run folder.
 
 A section whose files are missing is empty but for a line that names the command which makes them; the evaluation,
 which no other stage needs, is left out.
@@ -12,40 +12,39 @@ from typing import Any
 
 import numpy as np
 
-from ghostexport.benchmarking.runfiles import RunFiles, read_run
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.files import write_bytes
 from ghostexport.report import plots
 from ghostexport.report.runs import Sweep, sweep_plots
 from ghostexport.report.sections import Section, evaluation_section, number_rows, selection_section
 from ghostexport.report.table import Row, headline, quality_rows, sentences, size_rows, speed_rows
+from ghostexport.runfolder import RunFiles, RunFolder
 
 #: Heat maps drawn; more boundaries are listed in the table only.
 MAX_HEAT_MAPS = 6
 
 
-def write_report(run_folder: Path) -> Path:
-    """Writes ``report.html`` into the run folder.
+def write_report(folder: RunFolder) -> Path:
+    """Writes the report into the run folder.
 
     Raises:
         RunFolderError: a file of the run is unreadable.
         RuntimeUnavailableError: jinja2 or matplotlib is not installed.
     """
-    target = run_folder / "report.html"
-    write_bytes(target, render(run_folder).encode())
-    return target
+    write_bytes(folder.report_path, render(folder).encode())
+    return folder.report_path
 
 
-def render(run_folder: Path) -> str:
+def render(folder: RunFolder) -> str:
     """The report of a run as HTML.
 
     Raises:
         RunFolderError: a file of the run is unreadable.
         RuntimeUnavailableError: jinja2 or matplotlib is not installed.
     """
-    run = read_run(run_folder)
+    run = folder.read()
     sections = [_summary(run), _pareto(run)]
-    sections += [evaluation_section(run.evaluation)] if run.evaluation else []
+    sections += [evaluation_section(run.model_quality)] if run.model_quality else []
     sections += [
         s for name, bench in run.benches.items() for s in (_speed(run, name, bench), _latency(run, name, bench))
     ]
@@ -97,7 +96,7 @@ def _summary(run: RunFiles) -> Section:
         section.sentences += [f"{name}: {s}" if len(run.benches) > 1 else s for s in sentences(bench)]
         section.sentences += [f"Caution, {name}: {flag}." for flag in bench["flags"]]
         rows += [r for r in size_rows(bench, variants) if r[0] in ("decoder blocks", "weights, MB")] if not rows else []
-    rows += quality_rows(run.quality, variants)
+    rows += quality_rows(run.engine_quality, variants)
     for name, bench in run.benches.items():
         suffix = f" ({name})" if len(run.benches) > 1 else ""
         top = [w for w, _ in filter(None, [headline(bench)])]
@@ -116,7 +115,7 @@ def _pareto(run: RunFiles) -> Section:
     section = Section(
         "pareto", "Quality and speed", "Right and down is better. Bars are 95 % intervals of the speed-up."
     )
-    perplexity = {v: q["perplexity"] for v, q in run.quality.get("variants", {}).items() if q.get("perplexity")}
+    perplexity = {v: q["perplexity"] for v, q in run.engine_quality.get("variants", {}).items() if q.get("perplexity")}
     for name, bench in run.benches.items():
         top = headline(bench)
         points = {"dense": (1.0, 1.0, 1.0, perplexity["dense"])} if "dense" in perplexity else {}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ghostexport.benchmarking.result import verdict
-from ghostexport.benchmarking.runfiles import RunFiles, read_run
 from ghostexport.benchmarking.statistics import Interval, unpaired_ratio
 from ghostexport.errors import RunFolderError
 from ghostexport.report import plots
 from ghostexport.report.table import headline
+from ghostexport.runfolder import RunFiles, RunFolder
 
 COMPARISON_SCHEMA = "ghostexport.compare/1"
 
@@ -90,7 +90,7 @@ def compare(a: Path, b: Path, runtime: str | None = None) -> RunComparison:
     Raises:
         RunFolderError: the runs have no runtime in common.
     """
-    one, two = read_run(a), read_run(b)
+    one, two = RunFolder(a).read(), RunFolder(b).read()
     common = [r for r in one.benches if r in two.benches and runtime in (None, r)]
     if not common:
         raise RunFolderError(
@@ -102,7 +102,7 @@ def compare(a: Path, b: Path, runtime: str | None = None) -> RunComparison:
     left, right = _by_key(x), _by_key(y)
     lines = tuple(_line(key, left[key], right[key], "none" if withheld else "") for key in left if key in right)
     alone = tuple(dict.fromkeys(f"{w} {v}" for w, _, v in sorted(left.keys() ^ right.keys())))
-    p, q = one.quality.get("variants", {}), two.quality.get("variants", {})
+    p, q = one.engine_quality.get("variants", {}), two.engine_quality.get("variants", {})
     return RunComparison(
         a=str(a),
         b=str(b),
@@ -214,7 +214,7 @@ def collect(folders: Sequence[Path], runtime: str | None = None) -> Sweep:
     Raises:
         RunFolderError: a run has no figures of this runtime, or is of another model or workload.
     """
-    runs = sorted((read_run(folder) for folder in folders), key=lambda r: r.num_removed)
+    runs = sorted((RunFolder(folder).read() for folder in folders), key=lambda r: r.num_removed)
     if not runs:
         raise RunFolderError("A sweep needs at least one run folder.", "Give the folders that the depths were run in.")
     runtime = runtime or next(iter(runs[0].benches), "")
@@ -252,7 +252,7 @@ def sweep_plots(sweep: Sweep) -> list[str]:
 
 
 def _points(run: RunFiles, runtime: str) -> list[Point]:
-    bench, quality = run.benches[runtime], run.quality.get("variants", {})
+    bench, quality = run.benches[runtime], run.engine_quality.get("variants", {})
     top, result = headline(bench), []
     for c in bench["comparisons"]:
         if c["against"] == "dense" and (c["workload"], c["metric"]) == top:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ghostexport.benchmarking.runfiles import RunFiles
 from ghostexport.report import plots
 from ghostexport.report.table import Row
+from ghostexport.runfolder import RunFiles
 
 
 @dataclass
@@ -59,7 +59,7 @@ def evaluation_section(evaluation: Evaluation) -> Section:
     """Tables of everything that ``ghostexport eval`` measured.
 
     Args:
-        evaluation: content of ``evaluation.json``, as :mod:`ghostexport.evaluation.eval_run` describes it.
+        evaluation: what eval wrote, as :mod:`ghostexport.evaluation.eval_run` describes it.
     """
     section = Section(
         "evaluation",

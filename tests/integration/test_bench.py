@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ghostexport.benchmarking.result import SCHEMA
+from ghostexport.runfolder import BENCH_SCHEMA
 
 pytestmark = pytest.mark.slow
 VARIANTS = ("dense", "pruned", "ghost", "linearpatch-rotate")
@@ -29,7 +29,7 @@ def benched(tiny_model, exported_run, text_file, tmp_path_factory):
 
 def test_speed_is_measured_with_its_conditions(benched):
     data = json.loads((benched / "bench" / "onnxruntime.json").read_text())
-    assert data["schema"] == SCHEMA and data["clock"] == "perf_counter_ns"
+    assert data["schema"] == BENCH_SCHEMA and data["clock"] == "perf_counter_ns"
     measured = {(m["workload"], m["variant"]) for m in data["measurements"]}
     workloads = {"prefill-b1-t16", "decode-b1-p8", "request-b1-t4-g3"}
     assert measured == {(w, v) for w in workloads for v in VARIANTS}
@@ -44,7 +44,7 @@ def test_speed_is_measured_with_its_conditions(benched):
 
 
 def test_quality_is_that_of_the_engines(benched):
-    quality = json.loads((benched / "eval.json").read_text())
+    quality = json.loads((benched / "engine_quality.json").read_text())
     assert quality["tokens"] == 200 and set(quality["variants"]) == set(VARIANTS)
     assert quality["variants"]["dense"]["kl"] == pytest.approx(0, abs=1e-6)
     assert quality["variants"]["dense"]["top1"] == 1

@@ -12,7 +12,6 @@ from ghostexport import calibration, models
 from ghostexport.cli import resolve
 from ghostexport.evaluation.tasks import ask, summarise
 from ghostexport.execution import Execution
-from ghostexport.pipeline import read_operators, read_plan
 from ghostexport.pipeline import run as run_pipeline
 from ghostexport.report.page import render
 from ghostexport.report.sections import number
@@ -34,7 +33,7 @@ def run(tiny_model, exported_run, text_file, tmp_path_factory):
     recipe, run_folder = resolve(str(tiny_model), folder, None, flags)
     run_folder.adopt("export", exported_run)
     run_pipeline(recipe, run_folder, goal="eval")
-    return folder, json.loads((folder / "evaluation.json").read_text())
+    return folder, json.loads((folder / "model_quality.json").read_text())
 
 
 @pytest.mark.slow
@@ -46,8 +45,10 @@ def test_text_figures_equal_the_models_own_loss_and_onnx_agrees(run, tiny_model)
     _, held_out = calibration.load(folder / "calibration.safetensors")
     ids = torch.from_numpy(held_out.tokens[:5])
     for name, found in report["variants"].items():
-        operators = read_operators(RunFolder(folder), name)
-        model = loaded.model if name == "dense" else models.patch(loaded, read_plan(RunFolder(folder)), operators).model
+        operators = RunFolder(folder).read_operators(name)
+        model = (
+            loaded.model if name == "dense" else models.patch(loaded, RunFolder(folder).read_plan(), operators).model
+        )
         loss = float(model(input_ids=ids, labels=ids).loss)
         assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
         assert found["onnx"]["perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
@@ -93,7 +94,7 @@ def test_a_second_eval_is_kept(run, cli):
 @pytest.mark.slow
 def test_the_report_shows_it(run):
     folder, evaluation = run
-    page = html.unescape(render(folder))
+    page = html.unescape(render(RunFolder(folder)))
     assert 'id="evaluation"' in page and "Cut [2, 4)" in page
     for found in evaluation["variants"].values():
         assert number(found["perplexity"]) in page and found["sample"]["text"] in page

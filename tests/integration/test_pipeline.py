@@ -96,14 +96,13 @@ def test_an_edited_artefact_is_found_and_remade_after_deleting_it(run, cli, tmp_
 def test_ghost_generates_the_same_tokens_in_onnx_runtime_as_in_pytorch(run, tiny_model):
     from ghostexport import models
     from ghostexport.execution import Execution
-    from ghostexport.pipeline import read_operators, read_plan
     from ghostexport.runfolder import RunFolder
     from ghostexport.runtimes import RUNTIMES, read_sidecar
     from ghostexport.runtimes.generation import generate
 
     folder = RunFolder(run)
     loaded = models.load_model(tiny_model, "float32", Execution(device="cpu"))
-    patched = models.patch(loaded, read_plan(folder), read_operators(folder, "ghost"))
+    patched = models.patch(loaded, folder.read_plan(), folder.read_operators("ghost"))
     import torch
 
     prompt = torch.tensor([[1, 40, 41, 42, 43]])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ghostexport.report.page import write_report
+from ghostexport.runfolder import RunFolder
 from tests.integration.chromium import Page, find_chromium
 from tests.unit.benchmarking.synthetic import write_evaluation, write_run
 
@@ -22,7 +23,7 @@ PLOTS = 1 + 6 + 1 + 1 + 3  # Pareto, latency distributions, size bars, scores, t
 def report(tmp_path_factory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("run"))
     write_evaluation(folder)
-    return write_report(folder)
+    return write_report(RunFolder(folder))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from ghostexport import calibration, models
 from ghostexport.cli import resolve
 from ghostexport.errors import RunFolderError
 from ghostexport.execution import Execution
-from ghostexport.pipeline import read_plan
 from ghostexport.pipeline import run as run_pipeline
 from ghostexport.recovery.recover import recover
 
@@ -37,7 +36,7 @@ def check_against_own_pass(recipe, folder):
     """The operators on disk are those of recovery with a pass of its own, bit for bit."""
     loaded = models.load_model(recipe.model.source, recipe.model.dtype, Execution(device="cpu"))
     drawn, held_out = calibration.load(folder.calibration_path)
-    for name, operators in recover(loaded, read_plan(folder), drawn, held_out, recipe.recover).items():
+    for name, operators in recover(loaded, folder.read_plan(), drawn, held_out, recipe.recover).items():
         assert folder.operators_path(name).read_bytes() == operators.to_bytes(), name
 
 

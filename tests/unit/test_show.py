@@ -14,7 +14,7 @@ PLAN = PrunePlan.from_spans(6, [(2, 4)])
 
 
 def row(folder):
-    return next(row for row in variant_rows(folder, RECIPE) if row["variant"] == "ghost")
+    return next(row for row in variant_rows(folder.read(), RECIPE.variants) if row["variant"] == "ghost")
 
 
 def write_figures(folder, name, perplexity):
@@ -31,17 +31,17 @@ def test_both_errors_of_an_operator(tmp_path):
 
 def test_perplexity_of_the_engines_or_else_of_the_models(tmp_path):
     folder = RunFolder(tmp_path)
-    write_figures(folder, "evaluation.json", 34.5)
+    write_figures(folder, "model_quality.json", 34.5)
     assert row(folder)["perplexity"] == "34.50" and row(folder)["KL to dense"] == "0.250"
-    write_figures(folder, "eval.json", 34.625)
+    write_figures(folder, "engine_quality.json", 34.625)
     assert row(folder)["perplexity"] == "34.62"
 
 
 def test_figures_of_an_earlier_plan_are_not_shown(tmp_path):
     folder = RunFolder(tmp_path)
     write_json(folder.plan_path, PLAN.to_json())
-    write_figures(folder, "evaluation.json", 34.5)
-    folder.record("eval", "sections", [folder.plan_path], [tmp_path / "evaluation.json"], {}, 1.0)
+    write_figures(folder, "model_quality.json", 34.5)
+    folder.record("eval", "sections", [folder.plan_path], [tmp_path / "model_quality.json"], {}, 1.0)
     assert row(folder)["perplexity"] == "34.50"
     write_json(folder.plan_path, PrunePlan.from_spans(6, [(1, 4)]).to_json())
-    assert not variant_rows(folder, RECIPE)
+    assert not variant_rows(folder.read(), RECIPE.variants)

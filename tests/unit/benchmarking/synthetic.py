@@ -161,12 +161,12 @@ def write_run(folder: Path, removed: int = 7, seed: int = 0) -> Path:
     quality = {"dense": (17.2, 0.0, 1.0), "pruned": (96.0, 1.9, 0.41), "ghost": (31.5, 0.62, 0.63)}
     quality["linearpatch-rotate"] = (52.0, 1.2, 0.52)
     figures = {v: {"perplexity": p * (1 + 0.1 * (removed - 7)), "kl": k, "top1": t} for v, (p, k, t) in quality.items()}
-    write_json(folder / "eval.json", {"runtime": "onnxruntime", "tokens": 4096, "variants": figures})
+    write_json(folder / "engine_quality.json", {"runtime": "onnxruntime", "tokens": 4096, "variants": figures})
     return folder
 
 
 def write_evaluation(folder: Path) -> dict:
-    """``evaluation.json`` of the run of :func:`write_run`: text, two tasks, a ladder and a sample."""
+    """What eval writes of the run of :func:`write_run`: text, two tasks, a ladder and a sample."""
     from itertools import combinations
 
     from ghostexport.files import write_json
@@ -210,5 +210,5 @@ def write_evaluation(folder: Path) -> dict:
     cut["operators"] = {"ghost": errors(0.24), "linearpatch-rotate": errors(0.43)}
     evaluation = {"text": {"windows": 16, "length": 256, "spec": {"bos": 1}}, "variants": variants,
                   "differences": differences, "boundaries": [cut]}  # fmt: skip
-    write_json(folder / "evaluation.json", evaluation)
+    write_json(folder / "model_quality.json", evaluation)
     return evaluation

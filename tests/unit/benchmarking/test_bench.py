@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from ghostexport.benchmarking import SCHEMA, bench
+from ghostexport.benchmarking import bench
 from ghostexport.errors import ParityError, RecipeError
 from ghostexport.execution import Execution
 from ghostexport.recipe import BenchSection
@@ -88,7 +88,7 @@ def test_json_is_complete_and_keeps_raw_samples(tmp_path):
     seen = []
     report = run(sessions, clock=clock, observe=lambda cells: seen.append(len(cells)), recipe_sha256="ab")
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert data["schema"] == SCHEMA and data["recipe_sha256"] == "ab"
+    assert data["schema"] == "ghostexport.bench/1" and data["recipe_sha256"] == "ab"
     assert seen == [6] * 12
     decode = [m for m in data["measurements"] if m["workload"] == "decode-b1-p4" and m["variant"] == "dense"]
     assert len(decode) == 1 and [len(r) for r in decode[0]["rounds"]] == [4] * 12

@@ -15,9 +15,10 @@ from ghostexport.benchmarking.bench_run import write_bench
 from ghostexport.benchmarking.engine_checks import engine_agrees
 from ghostexport.benchmarking.ideal import read_facts
 from ghostexport.benchmarking.layers import EXECUTIONS
-from ghostexport.benchmarking.machine.card import card as machine
+from ghostexport.benchmarking.machine import card as machine
 from ghostexport.execution import Execution
 from ghostexport.recipe import BenchSection
+from ghostexport.runfolder import RunFolder
 from ghostexport.runtimes.gpu import Gpu
 from ghostexport.runtimes.nvinfer import builder
 from tests.runtime_graphs import BLOCKS, dense_graph, variant_graph
@@ -81,7 +82,7 @@ def test_variants_are_measured_through_the_gpu_session(release, tmp_path, monkey
     assert all(c["verdict"] != "none" for c in data["comparisons"])
     assert all(data["variants"][v]["engine"]["build_peak_bytes"] >= 0 for v in engines)
     assert {data["variants"][v]["profiled"] for v in engines} == {"decode-b1-p4"}
-    check_layers(write_bench(tmp_path / "bench", runtime.name, report), runtime.name, graphs)
+    check_layers(write_bench(RunFolder(tmp_path), runtime.name, report), runtime.name, graphs)
     # the two sessions measured made 1 + 3 decode visits, every timed step of them a replay (RTX replays inside)
     kept = opened[-2:]
     replays = [s.graph_replays for s in kept]

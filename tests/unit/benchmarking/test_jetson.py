@@ -2,7 +2,7 @@
 
 import pytest
 
-from ghostexport.benchmarking.machine.card import card as machine
+from ghostexport.benchmarking.machine import card as machine
 from ghostexport.benchmarking.machine.card import jetson_card, jetson_gpu_mhz
 
 ORIN = "nvidia,p3768-0000+p3767-0005-super\0nvidia,p3767-0005\0nvidia,tegra234\0"

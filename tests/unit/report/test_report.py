@@ -13,6 +13,7 @@ from ghostexport.report.plots import pool, scores
 from ghostexport.report.runs import collect, compare
 from ghostexport.report.sections import evaluation_section, ranking, score_plots
 from ghostexport.report.table import sentences, summary_cells
+from ghostexport.runfolder import RunFolder
 from tests.unit.benchmarking.synthetic import write_evaluation, write_run
 
 
@@ -22,7 +23,7 @@ def runs(tmp_path_factory):
 
 
 def test_report_is_self_contained_and_complete(runs):
-    page = render(runs[7])
+    page = render(RunFolder(runs[7]))
     assert page.count('<figure class="plot">') == page.count("<svg") >= 10
     assert not re.search(r'(src|href)="https?:', page) and "<script" not in page
     for text in ("[12, 19) of 30 blocks", "ghost.0.matmul", "roofline", "How to reproduce", "linearpatch-rotate"):
@@ -31,10 +32,10 @@ def test_report_is_self_contained_and_complete(runs):
 
 
 def test_report_shows_the_evaluation_of_the_models(tmp_path):
-    page = render(tmp_path)
+    page = render(RunFolder(tmp_path))
     assert "Quality of the models" not in page  # no other stage needs it
     evaluation = write_evaluation(tmp_path)
-    page = render(tmp_path)
+    page = render(RunFolder(tmp_path))
     tables = evaluation_section(evaluation).tables
     text = dict(tables[0][2])
     variants = list(evaluation["variants"])
@@ -95,7 +96,7 @@ def test_scores_mark_the_cut_and_name_the_rounds():
 
 
 def test_report_of_an_empty_run_names_the_commands(tmp_path):
-    page = render(tmp_path)
+    page = render(RunFolder(tmp_path))
     for verb in ("bench", "select", "recover", "build engine"):
         assert f"ghostexport {verb}" in page
     assert "<svg" not in page
@@ -115,7 +116,7 @@ def test_result_of_another_schema_is_refused(tmp_path):
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "onnxruntime.json").write_text('{"schema": "ghostexport.bench/0"}')
     with pytest.raises(RunFolderError, match="schema"):
-        render(tmp_path)
+        render(RunFolder(tmp_path))
 
 
 def test_compare_two_depths(runs):
@@ -160,7 +161,9 @@ def test_profile_in_trtexec_layout(tmp_path):
     assert count == {"count": 3}
     assert a == {"name": "a", "timeMs": 6.0, "averageMs": 2.0, "medianMs": 2.0, "percentage": 50.0} and b["name"] == "b"
     found = LayerProfile("decode-b1-p4", {"Layers": [{"Name": "a", "LayerType": "gemm"}]}, runs)
-    layers, profile = write_layers(tmp_path, "ghost", found)
+    folder = RunFolder(tmp_path)
+    layers, profile = folder.layers_path("tensorrt", "ghost"), folder.profile_path("tensorrt", "ghost")
+    write_layers(layers, profile, found)
     assert (layers.name, profile.name) == ("layers_ghost.json", "profile_ghost.json")
     assert json.loads(layers.read_text())["Layers"][0]["Name"] == "a"
 
