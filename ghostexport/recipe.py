@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ghostexport.errors import RecipeError
 from ghostexport.recovery.registry import OPERATORS
-from ghostexport.selection.registry import CRITERIA
+from ghostexport.selection.criteria import CRITERIA
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 

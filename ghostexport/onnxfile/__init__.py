@@ -1,6 +1,7 @@
 """ONNX files with external data: read through one security gate, refer to shared data files, save without copying."""
 
-from ghostexport.onnxfile.files import (
+from ghostexport.onnxfile.gate import External, external, read_bytes_of, read_model, refer
+from ghostexport.onnxfile.graph_io import (
     DTYPES,
     copy_data,
     external_tensors,
@@ -10,7 +11,6 @@ from ghostexport.onnxfile.files import (
     values,
     weight_bytes,
 )
-from ghostexport.onnxfile.gate import External, external, read_bytes_of, read_model, refer
 
 __all__ = [
     "DTYPES",

@@ -30,7 +30,7 @@ from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
 from ghostexport.recovery.fits.solving import median_diagonal, solve_ridge
 from ghostexport.recovery.refit.judging import JUDGES, judges
-from ghostexport.selection.registry import eligible_blocks, eligible_starts
+from ghostexport.selection.criteria import eligible_blocks, eligible_starts
 
 #: Ridge of the fits, relative to the median diagonal of the Gram matrix: three quarters of few sequences fit.
 RIDGE = 1e-3

@@ -18,7 +18,7 @@ from ghostexport.recipe import RecoverSection, SelectSection, require_name
 from ghostexport.recovery.gathering import BoundaryWatch, Gathered, into
 from ghostexport.recovery.recover import shareable
 from ghostexport.selection.cosines import Watch, unwatched
-from ghostexport.selection.registry import BASES, CRITERIA, best_run, eligible_blocks, function, lowest_blocks
+from ghostexport.selection.criteria import BASES, CRITERIA, best_run, eligible_blocks, function, lowest_blocks
 
 #: One calibration sequence in so many, the first ones, makes the guess.
 GUESSING = 8

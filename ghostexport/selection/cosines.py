@@ -40,7 +40,7 @@ from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.moments import require_finite
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
-from ghostexport.selection.registry import RUNNERS_UP, eligible_blocks
+from ghostexport.selection.criteria import RUNNERS_UP, eligible_blocks
 
 #: From a residual value ``(B, T, C)`` and its mask ``(B, T)`` to unit vectors.
 Units = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -37,7 +37,7 @@ from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
 from ghostexport.recovery.fits.magnitudes import require_scalable
-from ghostexport.selection.registry import RUNNERS_UP, eligible_blocks, function
+from ghostexport.selection.criteria import RUNNERS_UP, eligible_blocks, function
 
 
 def perplexity(loaded: LoadedModel, calibration: CalibrationSet, execution: Execution) -> list[float]:

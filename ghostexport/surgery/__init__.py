@@ -10,7 +10,7 @@ from typing import Any
 
 from ghostexport.surgery.inspection import GraphReport, inspect_graph
 from ghostexport.surgery.operation import operate
-from ghostexport.surgery.report import BoundaryReport, SurgeryReport
+from ghostexport.surgery.surgery_report import BoundaryReport, SurgeryReport
 
 __all__ = ["BoundaryReport", "GraphReport", "SurgeryReport", "inspect_graph", "operate"]
 

@@ -27,8 +27,8 @@ from ghostexport.plan import PrunePlan
 from ghostexport.surgery import cut, kept_weights, kv_cache, refusals
 from ghostexport.surgery.body import find_bodies
 from ghostexport.surgery.layout import DecoderLayout, find_layout
-from ghostexport.surgery.report import BoundaryReport, SurgeryReport
 from ghostexport.surgery.stream import StreamType, stream_type
+from ghostexport.surgery.surgery_report import BoundaryReport, SurgeryReport
 
 
 def operate(

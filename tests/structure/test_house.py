@@ -1,6 +1,7 @@
-"""The house has one owner of every file name of a run and no import circle."""
+"""The house has one owner of every file name of a run, no import circle, and no two modules of one name."""
 
 import ast
+from collections import Counter
 
 from ghostexport.runfolder import RunFolder
 from tests.structure.test_imports import FILES, PACKAGE
@@ -51,6 +52,12 @@ def test_no_module_imports_itself_over_others_not_even_inside_functions():
     assert circles(lazy=True) == {}
 
 
+def test_no_two_modules_or_rooms_have_one_name():
+    rooms = {path.parent for path in FILES} - {PACKAGE}
+    counted = Counter([*(path.stem for path in FILES if path.stem != "__init__"), *(room.name for room in rooms)])
+    assert [name for name, count in counted.items() if count > 1] == []
+
+
 def test_only_the_run_folder_spells_file_names_of_a_run():
     spelled = []
     for path in FILES:
@@ -61,5 +68,6 @@ def test_only_the_run_folder_spells_file_names_of_a_run():
                 spelled.append(f"{path.name}: {node.value}")
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
                 right = node.right.value if isinstance(node.right, ast.Constant) else None
-                spelled += [f"{path.name}: / {right}"] if right in FOLDERS else []
+                of_a_run = ast.unparse(node.left).endswith(".path")  # not beside a graph somewhere else
+                spelled += [f"{path.name}: / {right}"] if right in FOLDERS and of_a_run else []
     assert {"plan.json", "manifest.json", "engine_quality.json", "recipe.yaml"} <= NAMES and spelled == []

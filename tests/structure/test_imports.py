@@ -37,7 +37,7 @@ LIGHT = (
     "recovery/registry.py",
     "execution.py",
     "selection/__init__.py",
-    "selection/registry.py",
+    "selection/criteria.py",
     "kv_names.py",
     "files.py",
     "runfolder.py",

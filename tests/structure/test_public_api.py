@@ -170,7 +170,7 @@ REVEALED = [
     "dict[str, ghostexport.operators.OperatorSet]",
     "ghostexport.evaluation.text.Quality",
     "dict[str, ghostexport.evaluation.text.Quality]",
-    "ghostexport.surgery.report.SurgeryReport",
+    "ghostexport.surgery.surgery_report.SurgeryReport",
     "ghostexport.benchmarking.result.BenchReport",
 ]
 

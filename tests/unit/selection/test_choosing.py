@@ -14,7 +14,7 @@ from ghostexport.recipe import RecoverSection, SelectSection
 from ghostexport.recovery.gathering import Request, gather
 from ghostexport.recovery.recover import recover
 from ghostexport.selection.choosing import GUESSING, select, select_and_gather
-from ghostexport.selection.registry import CRITERIA
+from ghostexport.selection.criteria import CRITERIA
 from tests.tiny import tiny
 
 OPERATORS = ("ghost", "ghost-weighted", "ghost-affine", "linearpatch-diag", "linearpatch-rotate", "prune-and-comp")

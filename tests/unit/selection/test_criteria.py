@@ -14,7 +14,7 @@ from ghostexport.errors import RecipeError
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
 from ghostexport.selection.choosing import select
-from ghostexport.selection.registry import CRITERIA, best_run, lowest_blocks
+from ghostexport.selection.criteria import CRITERIA, best_run, lowest_blocks
 from tests.tiny import tiny
 
 NAMES = ("llama-tied", "gemma2", "gpt2", "gpt-neox", "olmo2")

@@ -12,7 +12,7 @@ from ghostexport.errors import CalibrationError, RecipeError
 from ghostexport.plan import BlockSpan
 from ghostexport.recipe import SelectSection
 from ghostexport.selection.choosing import select
-from ghostexport.selection.registry import CRITERIA, function
+from ghostexport.selection.criteria import CRITERIA, function
 from tests.tiny import CONFIGS, tiny
 
 

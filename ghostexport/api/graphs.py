@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ghostexport.exporters.graph_file import OnnxGraphFile
     from ghostexport.models import LoadedModel
     from ghostexport.runtimes.base import EngineFile
-    from ghostexport.surgery.report import SurgeryReport
+    from ghostexport.surgery.surgery_report import SurgeryReport
     from ghostexport.verification import ParityReport
 
 

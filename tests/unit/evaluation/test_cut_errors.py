@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ghostexport.evaluation.stream import best_symmetric, ladder
+from ghostexport.evaluation.cut_errors import best_symmetric, ladder
 from ghostexport.moments import BoundaryMoments
 
 C = 7
