@@ -89,8 +89,9 @@ def _width(value: ir.Value) -> int | None:
         node = current.producer()
         if node is None:
             return None
-        if node.op_type == "MatMul" and node.inputs[1] is not None and node.inputs[1].shape is not None:
-            dim = node.inputs[1].shape[-1]
+        if node.op_type in ("MatMul", "Gemm") and node.inputs[1] is not None and node.inputs[1].shape is not None:
+            transposed = "transB" in node.attributes and node.attributes["transB"].as_int()
+            dim = node.inputs[1].shape[0 if transposed else -1]
             return dim if isinstance(dim, int) else None
         current = node.inputs[1] if node.op_type == "Add" and len(node.inputs) > 1 else node.inputs[0]
     return None

@@ -38,6 +38,13 @@ def test_symbols_are_named_by_role_and_quoted_numbers_become_integers() -> None:
     assert _dims(graph.outputs[0]) == ["batch", 2, "past + tokens", 16]
 
 
+def test_a_length_of_its_own_of_a_present_cache_is_past_plus_tokens() -> None:
+    """What the exporter cannot derive it calls by a new symbol, another one for every output."""
+    model = _model()
+    model.graph.outputs[0].shape = ir.Shape(["s1", "2", "cat_dim_2", "16"])
+    assert _dims(canonicalise(model).graph.outputs[0]) == ["batch", 2, "past + tokens", 16]
+
+
 def test_paths_go_and_scopes_stay() -> None:
     model = canonicalise(_model())
     assert b"somebody" not in ir.to_proto(model).SerializeToString()

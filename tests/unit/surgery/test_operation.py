@@ -40,6 +40,8 @@ DIALECTS = {
     "no-cache": Toy(blocks=6, cache=False),
     "embeds": Toy(blocks=6, embeds=True),
     "skip-norm": Toy(blocks=6, skip=True),
+    "skip-norm-epsilon": Toy(blocks=6, skip=True, epsilon=0.25),
+    "two-masks": Toy(blocks=6, masks=True),
     "positions-from-1": Toy(blocks=6, positions=True, first=1),
 }
 
@@ -57,7 +59,8 @@ def run(path: Path, toy: Toy, plan: PrunePlan, past_length: int = 3, seed: int =
         x = x + w["positions"][feeds["position_ids"]]
     past = {}
     for k in range(toy.blocks):
-        past[k] = generator.normal(size=(2, *lead[:-1], past_length, C)).astype(np.float32)
+        length = past_length + 2 * (toy.masks and k % 2)
+        past[k] = generator.normal(size=(2, *lead[:-1], length, C)).astype(np.float32)
         new = plan.new_index(k)
         if new is not None:
             feeds[toy.kv[0].format(new + toy.first)], feeds[toy.kv[1].format(new + toy.first)] = past[k]
@@ -232,6 +235,41 @@ def test_folded_weights_are_those_of_the_named_layer(role: Any, parallel: bool, 
     (add,) = [use.node for use in reader.outputs[0].uses()]
     assert add.op_type == "Add" and add.inputs[1] is model.graph.initializers[f"ghost.fold.2.{role}.bias"]
     session(tmp_path / "out.onnx")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", ["o2", "down2"])
+def test_a_fold_into_a_gemm_replaces_its_weight_and_bias(name: str, biased: bool, tmp_path: Path) -> None:
+    """The graph with the new numbers folded in is the graph that was built with them."""
+    toy, plan = Toy(blocks=6, rank=2), PrunePlan.from_spans(6, [(3, 5)])
+    generator = np.random.default_rng(1)
+    old, new = (generator.normal(size=weights(toy)[name].shape).astype(np.float32) for _ in range(2))
+    biases = [generator.normal(size=C).astype(np.float32) for _ in range(2)]
+
+    def gemm(path: Path, weight: NDArray[Any], bias: NDArray[Any]) -> Path:
+        model = build(toy)
+        (node,) = [use.node for use in model.graph.initializers[name].uses()]
+        values = []
+        for key, array in ((f"{name}.t", weight.T.copy()), (f"{name}.bias", bias)):
+            tensor = ir.Tensor(array, name=key)
+            values.append(ir.Value(name=key, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor))
+            model.graph.register_initializer(values[-1])
+        made = ir.Node("", "Gemm", [node.inputs[0], *values], [ir.AttrInt64("transB", 1)], name="gemm")
+        made.outputs[0].name = "gemm.out"
+        model.graph.insert_before(node, made)
+        node.outputs[0].replace_all_uses_with(made.outputs[0])
+        model.graph.remove(node, safe=True)
+        del model.graph.initializers[name]
+        ir.save(model, path)
+        return path
+
+    role = "attention_output" if name == "o2" else "mlp_output"
+    fold = WeightFold(2, role, new, biases[1] if biased else None)  # type: ignore[arg-type]
+    operators = OperatorSet("fold", (Operator(plan.boundaries[0], "fold", folds=(fold,)),), plan)
+    operate(gemm(tmp_path / "old.onnx", old, biases[0]), plan, operators, tmp_path / "folded.onnx")
+    operate(gemm(tmp_path / "new.onnx", new, biases[int(biased)]), plan, None, tmp_path / "built.onnx")
+    folded, built = (run(tmp_path / f"{kind}.onnx", toy, plan)[0] for kind in ("folded", "built"))
+    np.testing.assert_array_equal(folded, built)
 
 
 @pytest.mark.parametrize("contained", [False, True])

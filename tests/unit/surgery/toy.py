@@ -38,6 +38,9 @@ class Toy:
         function: every block is a call of a function.
         plugin: attention is one opaque operator with a packed, aliased cache, as TensorRT Edge-LLM writes it.
         skip: LayerNorm with bias, fused with the sum before it (``SkipLayerNormalization``); the last sum is plain.
+        epsilon: of all norms.
+        masks: attention adds a mask of zeros whose length is read off a cache: even blocks one read off block 0's,
+            odd blocks one read off block 1's, whose caches may be of another length.
         flaw: ``unet``, ``shared_kv``, ``per_layer_embedding``, ``deepstack``, ``tap`` or none.
     """
 
@@ -53,6 +56,8 @@ class Toy:
     function: bool = False
     plugin: bool = False
     skip: bool = False
+    epsilon: float = 1e-6
+    masks: bool = False
     flaw: str = ""
     seed: int = 0
     kv: tuple[str, str, str, str] = (
@@ -149,6 +154,7 @@ class _State:
     packed: list[ir.Value] = field(default_factory=list)
     past: bool = True
     branch: ir.Value | None = None
+    masks: dict[int, ir.Value] = field(default_factory=dict)
 
 
 def build(toy: Toy) -> ir.Model:
@@ -316,10 +322,10 @@ def _skip_norm(s: _State, x: ir.Value, branch: ir.Value | None, name: str) -> tu
     b = s.builder
     gain, shift = b.weight(name, s.arrays[name]), b.weight("shift", s.arrays["shift"])
     if branch is None:
-        return b.op("LayerNormalization", x, gain, shift, axis=-1, epsilon=1e-6), x
+        return b.op("LayerNormalization", x, gain, shift, axis=-1, epsilon=s.toy.epsilon), x
     bias = b.weight("skip_bias", s.arrays["skip_bias"])
     arguments = (x, branch, gain, shift, bias)
-    normed = b.op("SkipLayerNormalization", *arguments, domain="com.microsoft", outputs=4, epsilon=1e-6)
+    normed = b.op("SkipLayerNormalization", *arguments, domain="com.microsoft", outputs=4, epsilon=s.toy.epsilon)
     b.nodes[-1].outputs[1].name = b.nodes[-1].outputs[2].name = ""
     return normed, b.nodes[-1].outputs[3]
 
@@ -333,7 +339,7 @@ def _norm(s: _State, x: ir.Value, name: str) -> ir.Value:
     b = s.builder
     axes = b.weight("axes", np.array([-1], np.int64))
     mean = b.op("ReduceMean", b.op("Mul", x, x), axes, keepdims=1)
-    root = b.op("Sqrt", b.op("Add", mean, b.weight("epsilon", np.array(1e-6, np.float32))))
+    root = b.op("Sqrt", b.op("Add", mean, b.weight("epsilon", np.array(s.toy.epsilon, np.float32))))
     return b.op("Mul", b.op("Div", x, root), b.weight(name, s.arrays[name]))
 
 
@@ -353,11 +359,24 @@ def _attention(s: _State, x: ir.Value, k: int) -> ir.Value:
         if s.past:
             dims: list[int | str] = ["past", C] if toy.rank == 2 else ["batch", "past", C]
             past = [b.input(toy.kv[i].format(k + toy.first), ir.DataType.FLOAT, dims) for i in (0, 1)]
+            if toy.masks and k < 2:
+                s.masks[k] = _mask(s, past[0])
             key, value = b.op("Concat", past[0], key, axis=-2), b.op("Concat", past[1], value, axis=-2)
         s.keys.append(key)
         s.values.append(value)
     scores = b.op("MatMul", query, b.op("Transpose", key, perm=[1, 0] if toy.rank == 2 else [0, 2, 1]))
+    if toy.masks:
+        scores = b.op("Add", scores, s.masks[k % 2])
     return b.op("MatMul", b.op("Softmax", scores, axis=-1), value)
+
+
+def _mask(s: _State, past: ir.Value) -> ir.Value:
+    """Zeros ``[1, past + tokens]``."""
+    b = s.builder
+    one = b.weight("one", np.array([1], np.int64))
+    ids = b.input("input_ids", ir.DataType.INT64, ["batch", "tokens"])
+    lengths = (b.op("Gather", b.op("Shape", value), one) for value in (past, ids))
+    return b.op("ConstantOfShape", b.op("Concat", one, b.op("Add", *lengths), axis=0))
 
 
 def _mlp(s: _State, x: ir.Value, k: int) -> ir.Value:
@@ -392,7 +411,7 @@ def compute(
     skip_bias = w["skip_bias"] if toy.skip else 0.0
 
     def norm(x: NDArray[Any], g: NDArray[Any]) -> NDArray[Any]:
-        return _layer_norm(x, g, w["shift"]) if toy.skip else _rms(x, g)
+        return _layer_norm(x, g, w["shift"], toy.epsilon) if toy.skip else _rms(x, g, toy.epsilon)
 
     x = x.astype(np.float64)
     starts = {boundary.span.start: boundary.index for boundary in plan.boundaries}
@@ -416,12 +435,12 @@ def compute(
     return np.asarray(x @ w["head"])
 
 
-def _layer_norm(x: NDArray[Any], g: NDArray[Any], shift: NDArray[Any]) -> NDArray[Any]:
-    return np.asarray((x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * g + shift)
+def _layer_norm(x: NDArray[Any], g: NDArray[Any], shift: NDArray[Any], epsilon: float) -> NDArray[Any]:
+    return np.asarray((x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon) * g + shift)
 
 
-def _rms(x: NDArray[Any], g: NDArray[Any]) -> NDArray[Any]:
-    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * g)
+def _rms(x: NDArray[Any], g: NDArray[Any], epsilon: float) -> NDArray[Any]:
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * g)
 
 
 def save(toy: Toy, path: Path) -> Path:
