@@ -18,17 +18,19 @@ _REMEDY = "Use a decoder-only causal LM with one residual stream."
 def find_blocks(model: Any) -> nn.ModuleList:
     """The list of decoder blocks, in depth order.
 
-    It is the one ``nn.ModuleList`` of ``num_hidden_layers`` modules; where several have that length, the one whose
-    members the model itself declares unsplittable (``_no_split_modules``).
+    It is the one ``nn.ModuleList`` of ``num_hidden_layers`` modules in the model's decoder (the language tower of a
+    vision-language model); where several have that length, the one whose members the model itself declares
+    unsplittable (``_no_split_modules``).
 
     Raises:
         ModelLayoutError: none, or more than one.
     """
     config = model.config.get_text_config()
     count = getattr(config, "num_hidden_layers", None)
+    tower = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
     lists = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in tower.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     }
     declared = set(getattr(model, "_no_split_modules", None) or ())

@@ -50,6 +50,15 @@ _TOKENIZER_FILES = (
 )
 
 
+#: How a vision-language model reads pictures: as it was, whatever is done to its language tower.
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A causal LM in evaluation mode and what belongs to it.
@@ -145,11 +154,11 @@ def load_model(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **_placement(execution)}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
     options |= _dequantised(config, folder)
+    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     try:
         with hidden_progress_bars(), silenced("transformers"):
-            read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=getattr(torch, dtype), **options
-            )
+            read: Any = kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), **options)
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         raise ModelLayoutError(
             f"{folder} cannot be loaded as a causal language model: {error}", "Use a decoder-only causal LM."
@@ -225,6 +234,9 @@ def save_model(loaded: LoadedModel, folder: Path) -> list[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
     try:
         save_checkpoint(loaded.model, loaded.tokenizer, temporary, weights if inserted else None)
+        for name in _PROCESSOR_FILES:
+            if (Path(loaded.source) / name).is_file():
+                shutil.copyfile(Path(loaded.source) / name, temporary / name)
         if operators is not None:
             write_bytes(temporary / OPERATORS_FILE, operators.without_folds().to_bytes())
             config = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
