@@ -40,7 +40,7 @@ DIALECTS = {
     "no-cache": Toy(blocks=6, cache=False),
     "embeds": Toy(blocks=6, embeds=True),
     "skip-norm": Toy(blocks=6, skip=True),
-    "skip-norm-epsilon": Toy(blocks=6, skip=True, epsilon=0.25),
+    "skip-norm-epsilon": Toy(blocks=6, skip=True, epsilon=2e-4),
     "two-masks": Toy(blocks=6, masks=True),
     "positions-from-1": Toy(blocks=6, positions=True, first=1),
 }
