@@ -1,4 +1,4 @@
-"""The statistics of the benchmark: trtexec's percentiles, paired ratios with bootstrap intervals, steadiness.
+"""The statistics of benchmark and evaluation: trtexec's percentiles, the one bootstrap, its intervals, steadiness.
 
 Names and thresholds follow trtexec (``samples/common/sampleReporting.cpp``), so that numbers can be held against its.
 """
@@ -77,47 +77,56 @@ def round_medians(rounds: Rounds) -> NDArray[np.float64]:
     return np.array([np.median(samples) for samples in rounds], dtype=np.float64)
 
 
+def resampled(count: int, resamples: int, seed: int | np.random.Generator) -> NDArray[np.int64]:
+    """The one bootstrap: how often every item is drawn, ``[resamples, count]``; rows sum to ``count``."""
+    draws = np.random.default_rng(seed).integers(0, count, (resamples, count))
+    return np.stack([np.bincount(row, minlength=count) for row in draws])
+
+
+def interval(values: NDArray[np.float64], sizes: Sequence[int]) -> tuple[float, float]:
+    """The one rule for 95 % intervals: expanded percentiles of resampled means ``values`` or of their differences.
+
+    The plain percentile interval is too narrow for a few rounds or windows: it lacks Student's t and the n - 1. Taking
+    wider percentiles repairs that, and unlike a studentized interval it cannot leave the range of the data (Hesterberg
+    2015, "What Teachers Should Know About the Bootstrap").
+
+    Args:
+        sizes: of the groups that were resampled, each by itself; with n in all and k groups there are n - k degrees of
+            freedom.
+    """
+    n, degrees = sum(sizes), sum(sizes) - len(sizes)
+    tail = NormalDist().cdf(-math.sqrt(n / degrees) * _t_quantile(degrees)) if degrees else 0.0
+    low, high = np.quantile(values, (tail, 1 - tail))
+    return float(low), float(high)
+
+
 def paired_ratio(numerator: Rounds, denominator: Rounds, seed: int = 0) -> Interval:
     """Geometric mean over rounds of ``numerator / denominator``, with its interval.
 
     The two visits of a round are neighbours in time, so slow drift of the machine cancels.
     """
-    log_ratio = np.log(round_medians(numerator)) - np.log(round_medians(denominator))
-    interval = _bootstrap_mean(log_ratio, seed)
-    return Interval(math.exp(interval.value), math.exp(interval.low), math.exp(interval.high))
+    return _exponential(_mean([np.log(round_medians(numerator)) - np.log(round_medians(denominator))], seed))
 
 
 def unpaired_ratio(numerator: Rounds, denominator: Rounds, seed: int = 0) -> Interval:
     """As :func:`paired_ratio` for two separate runs: geometric means, their rounds resampled independently."""
-    generator = np.random.default_rng(seed)
-    means = []
-    for rounds in (numerator, denominator):
-        logs = np.log(round_medians(rounds))
-        draws = logs[generator.integers(0, len(logs), (RESAMPLES, len(logs)))].mean(axis=1)
-        means.append((float(logs.mean()), draws))
-    (one, one_draws), (two, two_draws) = means
-    low, high = np.quantile(one_draws - two_draws, (0.025, 0.975))
-    return Interval(math.exp(one - two), math.exp(float(low)), math.exp(float(high)))
+    return _exponential(_mean([np.log(round_medians(numerator)), -np.log(round_medians(denominator))], seed))
 
 
 def paired_difference(a: Rounds, b: Rounds, seed: int = 0) -> Interval:
     """Mean over rounds of ``a - b``, with its interval; unit of the samples."""
-    return _bootstrap_mean(round_medians(a) - round_medians(b), seed)
+    return _mean([round_medians(a) - round_medians(b)], seed)
 
 
-def _bootstrap_mean(values: NDArray[np.float64], seed: int) -> Interval:
-    """Expanded percentile bootstrap of the mean (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
+def _mean(groups: Sequence[NDArray[np.float64]], seed: int) -> Interval:
+    """The sum of the groups' means."""
+    generator = np.random.default_rng(seed)
+    draws = sum(resampled(len(g), RESAMPLES, generator) @ g / len(g) for g in groups)
+    return Interval(sum(float(g.mean()) for g in groups), *interval(np.asarray(draws), [len(g) for g in groups]))
 
-    The plain percentile interval is too narrow for the ten rounds we have: it lacks Student's t and the n - 1. Taking
-    wider percentiles repairs that, and unlike a studentized interval it cannot leave the range of the data.
-    """
-    n, mean = len(values), float(values.mean())
-    if n < 2:
-        return Interval(mean, mean, mean)
-    resampled = values[np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))].mean(axis=1)
-    tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * _t_quantile(n - 1))
-    low, high = np.quantile(resampled, (tail, 1 - tail))
-    return Interval(mean, float(low), float(high))
+
+def _exponential(logs: Interval) -> Interval:
+    return Interval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high))
 
 
 def _t_quantile(degrees: int) -> float:
@@ -134,19 +143,13 @@ def _t_quantile(degrees: int) -> float:
 def slowdown(rounds: Rounds, seed: int = 0) -> float | None:
     """How much slower the second half of the rounds is (0.1 = 10 %), or None when it is not, beyond noise.
 
-    Significant = the 99 % bootstrap interval of the ratio of the halves' medians lies above 1, and the ratio
-    exceeds 1 + :data:`SLOWDOWN_LIMIT`.
+    Significant = the interval of the ratio of the halves lies above 1, and the ratio exceeds 1 + SLOWDOWN_LIMIT.
     """
-    medians = round_medians(rounds)
-    half = len(medians) // 2
+    half = len(rounds) // 2
     if half < 3:  # 3 rounds a half: below, a bootstrap interval means nothing
         return None
-    first, second = medians[:half], medians[-half:]
-    excess = float(np.median(second) / np.median(first)) - 1
-    generator = np.random.default_rng(seed)
-    draws = [np.median(h[generator.integers(0, half, (RESAMPLES, half))], axis=1) for h in (second, first)]
-    significant = float(np.quantile(draws[0] / draws[1], 0.005)) > 1
-    return excess if excess > SLOWDOWN_LIMIT and significant else None
+    ratio = unpaired_ratio(rounds[-half:], rounds[:half], seed)
+    return ratio.value - 1 if ratio.value > 1 + SLOWDOWN_LIMIT and ratio.low > 1 else None
 
 
 def inter_token_latency(token_times: Samples) -> float:

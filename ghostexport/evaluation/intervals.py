@@ -12,23 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ghostexport.benchmarking.statistics import interval, resampled
 from ghostexport.evaluation.text import WindowSums
-
-#: Share of the resampled values inside an interval.
-CONFIDENCE = 0.95
-
-
-def resampled(count: int, resamples: int, seed: int) -> NDArray[np.int64]:
-    """How often every sequence is drawn: ``[resamples, count]``, rows sum to ``count``."""
-    random = np.random.default_rng(seed)
-    draws = random.integers(0, count, (resamples, count))
-    return np.stack([np.bincount(row, minlength=count) for row in draws])
-
-
-def interval(values: NDArray[np.float64]) -> list[float]:
-    """The central 95 % of resampled values, ``[low, high]``."""
-    tail = (1 - CONFIDENCE) / 2
-    return [float(v) for v in np.quantile(values, [tail, 1 - tail])]
 
 
 def differences(
@@ -53,7 +38,7 @@ def paired_mean(values: Sequence[float], others: Sequence[float], resamples: int
     """Difference of two means over the same items, such as right (1) and wrong (0) answers, with its interval."""
     changes = np.asarray(values, np.float64) - np.asarray(others, np.float64)
     draws = resampled(len(changes), resamples, seed)
-    return _summary(float(changes.mean()), draws @ changes / len(changes))
+    return _summary(float(changes.mean()), draws @ changes / len(changes), [len(changes)])
 
 
 def paired_average(
@@ -62,7 +47,7 @@ def paired_average(
     """Difference of the averages over tasks, the items of every task resampled by themselves."""
     changes = [np.asarray(one, np.float64) - np.asarray(other, np.float64) for one, other in pairs]
     means = [resampled(len(c), resamples, seed + i) @ c / len(c) for i, c in enumerate(changes)]
-    return _summary(float(np.mean([c.mean() for c in changes])), np.mean(means, axis=0))
+    return _summary(float(np.mean([c.mean() for c in changes])), np.mean(means, axis=0), [len(c) for c in changes])
 
 
 def _difference(
@@ -74,9 +59,9 @@ def _difference(
         counts = np.array([getattr(w, count) for w in part], np.float64)
         means.append((draws @ sums) / (draws @ counts))
         points.append(sums.sum() / counts.sum())
-    return _summary(float(points[0] - points[1]), means[0] - means[1])
+    return _summary(float(points[0] - points[1]), means[0] - means[1], [len(windows)])
 
 
-def _summary(point: float, values: NDArray[np.float64]) -> dict[str, Any]:
-    low, high = interval(values)
+def _summary(point: float, values: NDArray[np.float64], sizes: Sequence[int]) -> dict[str, Any]:
+    low, high = interval(values, sizes)
     return {"difference": point, "interval": [low, high], "claimed": not low <= 0 <= high}

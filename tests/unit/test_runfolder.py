@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,34 @@ def test_a_stage_of_its_own_is_not_replaced_by_another_runs(folder, tmp_path):
         empty.adopt("select", folder)
         assert (empty.path / "out.bin").read_bytes() == b"output"
         assert empty.manifest()["stages"]["select"] == before["stages"]["select"]
+
+
+def test_a_folder_of_the_schema_before_is_migrated_when_it_is_read(tmp_path):
+    """Recorded: ``eval.json`` was the quality of the engines, ``evaluation.json`` that of the models."""
+    shutil.copytree(Path(__file__).parents[1] / "data" / "run-of-schema-1", tmp_path / "run")
+    before = {
+        name: (tmp_path / "run" / name).read_bytes() for name in ("eval.json", "evaluation.json", "manifest.json")
+    }
+    run = RunFolder(tmp_path / "run")
+    files = run.read()
+    assert files.engine_quality == json.loads(before["eval.json"]) and files.engine_quality["runtime"] == "onnxruntime"
+    assert run.model_quality_path.read_bytes() == before["evaluation.json"]
+    assert not (run.path / "eval.json").exists() and not (run.path / "evaluation.json").exists()
+    old, new = json.loads(before["manifest.json"]), json.loads(run.manifest_path.read_text())
+    assert (old["schema"], new["schema"]) == ("ghostexport.manifest/1", "ghostexport.manifest/2")
+    assert run.engine_quality_path in run.outputs("bench") and run.outputs("eval") == [run.model_quality_path]
+    for stage, entry in old["stages"].items():
+        assert list(new["stages"][stage]["outputs"].values()) == list(entry["outputs"].values())
+        assert {k: v for k, v in new["stages"][stage].items() if k != "outputs"} == {
+            k: v for k, v in entry.items() if k != "outputs"
+        }
+
+
+def test_a_migration_that_was_interrupted_is_finished_by_the_next_reader(tmp_path, monkeypatch):
+    shutil.copytree(Path(__file__).parents[1] / "data" / "run-of-schema-1", tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="power"):
+        patched.setattr("ghostexport.runfolder.write_json", lambda *_: (_ for _ in ()).throw(OSError("power")))
+        run.manifest()
+    assert run.engine_quality_path.exists() and "/1" in run.manifest_path.read_text()
+    assert run.read().engine_quality["runtime"] == "onnxruntime" and run.outputs("eval") == [run.model_quality_path]

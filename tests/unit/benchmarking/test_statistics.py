@@ -11,6 +11,7 @@ from ghostexport.benchmarking.statistics import (
     paired_difference,
     paired_ratio,
     percentile,
+    resampled,
     slowdown,
     summarize,
     unpaired_ratio,
@@ -67,6 +68,24 @@ def test_interval_covers_the_truth_as_often_as_it_says():
         hits += 1.0 in paired_ratio(a, b, seed=trial)
     # 95 % nominal: three standard deviations of 200 draws are 4.6 %
     assert 0.90 <= hits / 200 <= 0.995
+
+
+def test_equal_seeds_give_equal_draws():
+    draws = resampled(9, 50, 3)
+    assert draws.shape == (50, 9) and (draws.sum(1) == 9).all()
+    np.testing.assert_array_equal(draws, resampled(9, 50, 3))
+
+
+def test_interval_of_two_runs_is_students():
+    """Against Welch's two-sample interval with n1 + n2 - 2 degrees: t is 2.101 for 18 of them."""
+    generator = np.random.default_rng(7)
+    ratios = []
+    for trial in range(20):
+        one, other = generator.normal(0, 0.02, 10), generator.normal(0, 0.02, 10)
+        found = unpaired_ratio([(x,) for x in np.exp(one)], [(x,) for x in np.exp(other)], seed=trial)
+        width = 2 * 2.101 * np.sqrt(one.var(ddof=1) / 10 + other.var(ddof=1) / 10)
+        ratios.append((np.log(found.high) - np.log(found.low)) / width)
+    assert np.mean(ratios) == pytest.approx(1, abs=0.04)
 
 
 def test_one_wild_round_cannot_blow_the_interval_up():
