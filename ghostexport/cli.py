@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ghostexport.compat import COMPAT
 from ghostexport.errors import GhostExportError, RecipeError
-from ghostexport.flags import FLAGS, VERBS
+from ghostexport.flags import COMPAT, FLAGS, VERBS
 
 if TYPE_CHECKING:
     from ghostexport.recipe import Recipe
@@ -39,6 +38,9 @@ Device = Annotated[str, typer.Option(help="PyTorch device: auto, cpu, cuda, cuda
 Plan = Annotated[str | None, typer.Option(help="Spans to remove: [[10, 17]] half-open, or a plan.json.")]
 TimingCache = Annotated[
     Path | None, typer.Option("--timing-cache", help="TensorRT: file of kernel timings that builds read and extend.")
+]
+KVPattern = Annotated[
+    list[str] | None, typer.Option(help="Names of the KV inputs, such as cache_k_{}; repeatable, or comma separated.")
 ]
 Compat = Annotated[str | None, typer.Option(help=f"All switches as a repository has them: {', '.join(COMPAT)}.")]
 
@@ -97,34 +99,31 @@ def surgery(
     plan: Plan = None,
     operator: Annotated[Path | None, typer.Option(help="Operator file (.safetensors).")] = None,
     self_contained: Annotated[bool, typer.Option(help="Write a data file of its own.")] = False,
-    kv_pattern: Annotated[str | None, typer.Option(help="Names of the KV inputs, such as cache_k_{}.")] = None,
+    kv_pattern: KVPattern = None,
     dry_run: Annotated[bool, typer.Option(help="Report what would be done; write nothing.")] = False,
 ) -> None:
     """Cut blocks out of an exported graph and splice operators in (or run the surgery stage of a run folder)."""
     if not target.endswith(".onnx"):
         _run_to("surgery", target, output, None, {})
         return
+    from ghostexport import api
     from ghostexport import show as screen
     from ghostexport.operators import load_operators
     from ghostexport.plan import PrunePlan
-    from ghostexport.surgery import inspect_graph, operate
 
     operators = load_operators(operator) if operator is not None else None
     spans = [*_colon_spans(remove), *(_spans(plan) or ())]
     if operators is None and not spans:
         raise RecipeError("Nothing to remove.", "Give --remove 10:17, --plan '[[10, 17]]' or --operator FILE.")
-    graph = Path(target)
-    cut = PrunePlan.from_spans(inspect_graph(graph, kv_pattern).num_blocks, spans) if spans else operators.plan  # type: ignore[union-attr]
-    if operators is not None and operators.plan.sha256 != cut.sha256:
-        raise RecipeError(f"{operator} repairs {operators.plan}, not {cut}.", "Leave the spans out, or recover again.")
+    if operators is not None and spans:
+        operators.require_plan(PrunePlan.from_spans(operators.plan.num_blocks, spans))
     if output is None and not dry_run:
         raise RecipeError("surgery writes a new graph.", "Name a folder for it with -o, or use --dry-run.")
-    name = "pruned" if operators is None else operators.name
-    report = operate(
+    graph = Path(target)
+    report = api.surgery(
         graph,
-        cut,
-        operators,
-        (output or graph.parent) / f"{graph.stem}-{name}.onnx",
+        operators or spans,
+        (output or graph.parent) / f"{graph.stem}-{operators.name if operators else 'pruned'}.onnx",
         self_contained=self_contained,
         kv_pattern=kv_pattern,
         dry_run=dry_run,
@@ -136,13 +135,13 @@ def surgery(
 def inspect(
     graph: Annotated[Path, typer.Argument(help="ONNX file of a decoder.")],
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
-    kv_pattern: Annotated[str | None, typer.Option(help="Names of the KV inputs, such as cache_k_{}.")] = None,
+    kv_pattern: KVPattern = None,
 ) -> None:
     """Show what surgery sees in a graph: producer, blocks, boundaries, KV cache, obstacles."""
     from ghostexport import show as screen
     from ghostexport.surgery import inspect_graph
 
-    screen.print_graph(inspect_graph(graph, kv_pattern), as_json=json)
+    screen.print_graph(inspect_graph(graph, ",".join(kv_pattern or ()) or None), as_json=json)
 
 
 @app.command()

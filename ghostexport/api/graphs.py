@@ -85,7 +85,7 @@ def surgery(
     from ghostexport.surgery import inspect_graph, operate
 
     path = path_of(graph)
-    pattern = kv_pattern if kv_pattern is None or isinstance(kv_pattern, str) else ",".join(kv_pattern)
+    pattern = kv_pattern if isinstance(kv_pattern, str) else ",".join(kv_pattern or ()) or None
     if isinstance(change, OperatorSet | str | Path):
         operators = operators_of(change)
         plan = operators.plan

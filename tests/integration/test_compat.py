@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from ghostexport.cli import _merged
-from ghostexport.compat import COMPAT
+from ghostexport.flags import COMPAT
 from ghostexport.recipe import parse_recipe
 
 MODEL = {"model": {"source": "smollm2"}, "select": {"prune": 7}}
