@@ -54,6 +54,7 @@ def drop_blocks(model: Any, plan: PrunePlan) -> Any:
             del blocks[index]
     for new, old in enumerate(plan.kept):
         _renumber(blocks[new], old, new)
+    _cut_inputs(pruned, config, plan)
     _cut_config(config, plan)
     return pruned
 
@@ -75,6 +76,17 @@ def _renumber(block: nn.Module, old: int, new: int) -> None:
                 setattr(module, name, new)
 
 
+def _cut_inputs(model: Any, config: Any, plan: PrunePlan) -> None:
+    """Keeps the kept blocks' rows of the tables that hold one input per block, side by side (Gemma 3n and 4)."""
+    size = getattr(config, "hidden_size_per_layer_input", None) or 0
+    for name, module in model.named_modules() if size else ():
+        if name.endswith(("embed_tokens_per_layer", "per_layer_model_projection")):
+            axis = 1 if isinstance(module, nn.Embedding) else 0
+            own = torch.cat([torch.arange(block * size, (block + 1) * size) for block in plan.kept])
+            weight = module.weight.index_select(axis, own.to(module.weight.device))
+            module.weight = nn.Parameter(weight, requires_grad=False)
+
+
 def _cut_config(config: Any, plan: PrunePlan) -> None:
     own = config.to_dict().get("per_layer_config") or {}  # block -> what differs from the rest of the configuration
     if own:
@@ -84,6 +96,8 @@ def _cut_config(config: Any, plan: PrunePlan) -> None:
         dense = {block for block in range(plan.num_blocks) if (block + 1) % step}
         config.mlp_only_layers = sorted(dense | set(config.mlp_only_layers or ()))
         config.decoder_sparse_step = 1
+    if getattr(config, "scale_depth", None):  # MiniCPM scales additions by scale_depth / sqrt(blocks)
+        config.scale_depth *= math.sqrt(len(plan.kept) / plan.num_blocks)
     for name, value in list(vars(config).items()):
         if name in _INDEX_LISTS and isinstance(value, list):
             setattr(config, name, [plan.new_index(block) for block in value if block in plan.kept])

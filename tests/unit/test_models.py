@@ -113,19 +113,43 @@ def test_index_lists_thresholds_and_steps_are_cut():
     assert rebuilt.state_dict().keys() == pruned.state_dict().keys()
 
 
-def test_what_single_blocks_differ_in_moves_with_them(tmp_path):
-    """Gemma 4's full-attention blocks have a head size of their own, kept per block index."""
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32}
-    types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    config = transformers.Gemma4TextConfig(
-        **sizes, **heads, layer_types=types, hidden_size_per_layer_input=0, num_kv_shared_layers=0
-    )
+_SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32}
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+_LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 24}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Gemma4TextConfig(
+            **_SIZES, **_HEADS, layer_types=_TYPES, hidden_size_per_layer_input=0, num_kv_shared_layers=0
+        ),
+        transformers.Gemma4TextConfig(
+            **_SIZES, **_HEADS, layer_types=_TYPES, hidden_size_per_layer_input=8, vocab_size_per_layer_input=128,
+            num_kv_shared_layers=0,
+        ),
+        transformers.MiniCPM3Config(**_SIZES, **_LATENT, num_attention_heads=4, num_key_value_heads=4, head_dim=24),
+        transformers.Lfm2Config(
+            **_SIZES, num_attention_heads=4, num_key_value_heads=2,
+            layer_types=["conv", "full_attention", "conv", "full_attention"],
+        ),
+    ],
+    ids=["head size per block", "inputs per block", "multiplier by depth", "mixer per block"],
+)  # fmt: skip
+def test_what_blocks_differ_in_moves_with_them(tmp_path, config):
+    """The pruned model equals the dense one with blocks made identities, and its checkpoint equals it."""
     dense = transformers.AutoModelForCausalLM.from_config(config).eval()
-    pruned = models.drop_blocks(dense, PrunePlan.from_spans(4, [[1, 3]]))
+    plan = PrunePlan.from_spans(4, [[1, 3]])
+    pruned = models.drop_blocks(dense, plan)
     models.save_checkpoint(pruned, None, tmp_path)
     again = models.load_model(tmp_path, "float32")
-    assert [block.self_attn.head_dim for block in again.blocks] == [16, 32]
+    for index in (1, 2):
+        models.find_blocks(dense)[index].register_forward_hook(
+            lambda module, args, kwargs, out: args[0] if isinstance(out, torch.Tensor) else (args[0], *out[1:]),
+            with_kwargs=True,
+        )
+    torch.testing.assert_close(pruned(TOKENS).logits, dense(TOKENS).logits)
     torch.testing.assert_close(again.model(TOKENS).logits, pruned(TOKENS).logits)
 
 
