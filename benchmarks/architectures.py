@@ -30,6 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
+README = ROOT / "README.md"
+MARKERS = ("<!-- architectures -->", "<!-- /architectures -->")
 CELLS = ("load", "select", "ghost", "best", "export", "surgery", "verify", "tensorrt-rtx", "reload")
 
 #: Rows in other dtypes and opsets.
@@ -235,6 +237,9 @@ def run_rows(names: list[str], work: Path, again: bool) -> None:
 def result(work: Path) -> dict[str, Any]:
     """Everything measured, as it is committed."""
     rows = [json.loads(row_path(work, name).read_text()) for name in row_names() if row_path(work, name).exists()]
+    rows = [row for row in rows if set(row["cells"]) == set(CELLS)]
+    for row in rows:
+        row["cells"] = {column: row["cells"][column] for column in CELLS}
     versions = {p: importlib.metadata.version(p) for p in ("torch", "transformers", "onnxruntime", "tensorrt-rtx")}
     return {"versions": versions, "rows": rows}
 
@@ -264,6 +269,42 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def families(found: dict[str, Any]) -> str:
+    """README's table: the architectures by how far they go."""
+    groups: dict[str, list[str]] = {
+        "every step, to a TensorRT-RTX engine": [],
+        "every step, to ONNX Runtime": [],
+        "blocks removed and repaired in PyTorch, saved as a checkpoint": [],
+        "refused when it is loaded": [],
+        "not yet": [],
+    }
+    full, graph, checkpoint, refused, open_ = groups.values()
+    for row in found["rows"]:
+        state = {column: cell["state"] for column, cell in row["cells"].items()}
+        if "@" in row["name"]:
+            continue
+        if state["load"] == "refused":
+            refused.append(row["name"])
+        elif (
+            state["reload"] != "passed" or state["ghost"] != "passed" or "failed" in (state["export"], state["verify"])
+        ):
+            open_.append(row["name"])
+        elif state["verify"] != "passed":
+            checkpoint.append(row["name"])
+        else:
+            (full if state["tensorrt-rtx"] == "passed" else graph).append(row["name"])
+    lines = ["| | |", "|---|---|"]
+    lines += [f"| {kind} ({len(names)}) | {', '.join(sorted(names))} |" for kind, names in groups.items() if names]
+    return "\n".join(lines)
+
+
+def in_readme(text: str, families_table: str) -> str:
+    """README with its table renewed."""
+    before, _, rest = text.partition(MARKERS[0])
+    _, _, after = rest.partition(MARKERS[1])
+    return f"{before}{MARKERS[0]}\n{families_table}\n{MARKERS[1]}{after}"
+
+
 def _reasons(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for row in rows:
@@ -290,6 +331,7 @@ def main() -> None:
         found = result(arguments.work)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         RESULTS.with_suffix(".md").write_text(table(found))
+        README.write_text(in_readme(README.read_text(), families(found)))
         return
     run_rows(names, arguments.work, arguments.again)
 
