@@ -285,9 +285,7 @@ def families(found: dict[str, Any]) -> str:
             continue
         if state["load"] == "refused":
             refused.append(row["name"])
-        elif (
-            state["reload"] != "passed" or state["ghost"] != "passed" or "failed" in (state["export"], state["verify"])
-        ):
+        elif "failed" in state.values() or (state["ghost"], state["reload"]) != ("passed", "passed"):
             open_.append(row["name"])
         elif state["verify"] != "passed":
             checkpoint.append(row["name"])
