@@ -156,12 +156,6 @@ class LinearForm(TypedDict, total=False):
     factors: tuple[FloatArray, FloatArray]
 
 
-def require_rank(rank: int | None, channels: int) -> None:
-    """Raises RecoveryError where an operator of this rank has more columns than the stream has channels."""
-    if rank is not None and rank > channels:
-        raise RecoveryError(f"Rank {rank} exceeds the hidden size {channels}.", "Choose a smaller --rank.")
-
-
 def linear_form(M: torch.Tensor, metric: torch.Tensor, rank: int | None) -> LinearForm:
     """``M`` ``[C, C]`` as a float32 ``delta``, or as factors of the given rank under the metric ``S`` ``[C, C]``."""
     if rank is None:
