@@ -157,7 +157,11 @@ def _counting(blocks: Any, report: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ready_for_export(model: Any) -> Iterator[None]:
-    """On the CPU, in evaluation mode, dynamic rotary frequencies at rest; put back afterwards."""
+    """On the CPU, in evaluation mode, dynamic rotary frequencies at rest; put back afterwards.
+
+    Experts compute as ``batched_mm``: every token gathers the weights of its own experts. transformers' ``grouped_mm``
+    becomes a ScatterElements with a reduction, which TensorRT refuses, and multiplies every token by every expert.
+    """
     device, training = next(model.parameters()).device, model.training
     model.to("cpu").eval()
     growing = [m for m in model.modules() if "dynamic" in str(getattr(m, "rope_type", ""))]
@@ -165,9 +169,15 @@ def _ready_for_export(model: Any) -> Iterator[None]:
     for module in growing:  # its frequencies change only past the trained length: the graph keeps the trained ones
         kept = module.rope_type
         module.rope_type = dict.fromkeys(kept, "default") if isinstance(kept, dict) else "default"
+    routed = getattr(model, "_can_set_experts_implementation", bool)()
+    experts = model.get_experts_implementation() if routed else None
+    if routed:
+        model.set_experts_implementation("batched_mm")
     try:
         yield
     finally:
+        if routed:
+            model.set_experts_implementation(experts)
         for module, kept in zip(growing, types, strict=True):
             module.rope_type = kept
         model.to(device).train(training)
