@@ -155,7 +155,7 @@ class Call:
 def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
     """The calls of all blocks on a batch, from one forward pass in which every block hands its input on unchanged."""
     blocks = loaded.blocks
-    as_tuple = _returns_tuple(loaded.model, blocks)
+    count = _outputs(loaded.model, blocks)
     calls: list[Call] = []
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
         calls.append(Call(args[1:], kwargs))
         if len(calls) == len(blocks):
             raise _StopBlockError
-        return (x,) if as_tuple else x
+        return (x, *[None] * (count - 1)) if count else x
 
     with _instead(blocks, stand_in), torch.no_grad(), contextlib.suppress(_StopBlockError):
         loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
@@ -173,7 +173,8 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
 def go_on(loaded: LoadedModel, batch: Batch, point: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
     """Logits ``(B, T, V)`` of the dense model, its stream at a ``point`` >= 1 replaced by ``x`` ``(B, T, C)``."""
     before = loaded.blocks[:point]
-    handed_on = (x,) if before and _returns_tuple(loaded.model, loaded.blocks) else x
+    count = _outputs(loaded.model, loaded.blocks) if before else 0
+    handed_on = (x, *[None] * (count - 1)) if count else x
     with _instead(before, lambda *args, **kwargs: handed_on), torch.no_grad():
         output = loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
     logits: torch.Tensor = output.logits
@@ -195,11 +196,12 @@ def _instead(blocks: nn.ModuleList, forward: Callable[..., Any]) -> Iterator[Non
                 block.forward = before
 
 
-def _returns_tuple(model: Any, blocks: nn.ModuleList) -> bool:
-    kinds: list[bool] = []
+def _outputs(model: Any, blocks: nn.ModuleList) -> int:
+    """How many values a block returns as a tuple; 0 where it returns the stream itself."""
+    counts: list[int] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        kinds.append(not isinstance(output, torch.Tensor))
+        counts.append(0 if isinstance(output, torch.Tensor) else len(output))
         raise _StopBlockError
 
     handle = blocks[0].register_forward_hook(look)
@@ -210,4 +212,4 @@ def _returns_tuple(model: Any, blocks: nn.ModuleList) -> bool:
         pass
     finally:
         handle.remove()
-    return kinds[0]
+    return counts[0]

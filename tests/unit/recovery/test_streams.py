@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
@@ -58,3 +59,20 @@ def test_streams_are_files_that_vanish(tmp_path, monkeypatch):
         sizes = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
         assert sizes == [5 * 7 * 64 * 2] * 2
     assert not list(tmp_path.iterdir())
+
+
+def test_blocks_that_return_more_than_the_stream_are_stood_in_for():
+    """Bamba's blocks return attention weights beside the stream, its model unpacks both."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_layer_indices": [1]}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    config = transformers.BambaConfig(**sizes, **heads, **mamba)
+    loaded = models.from_memory(transformers.AutoModelForCausalLM.from_config(config).eval())
+    tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    (batch,) = CalibrationSet.from_tokens(tokens).batches()
+    assert len(block_calls(loaded, batch)) == 3
+    seen = {}
+    models.read_residuals(loaded.model, [2], lambda index, x: seen.update({index: x.clone()}), tokens)
+    with torch.no_grad():
+        expected = loaded.model(tokens, use_cache=False).logits
+    torch.testing.assert_close(go_on(loaded, batch, 2, seen[2]), expected)
