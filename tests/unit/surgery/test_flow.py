@@ -6,6 +6,7 @@ import onnx_ir as ir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ghostexport.surgery.cut import live_nodes
 from ghostexport.surgery.flow import DataFlow
 from tests.unit.surgery.toy import Builder
 
@@ -53,7 +54,9 @@ def test_shape_reads_no_data_and_inner_graphs_capture() -> None:
     chosen = b.op("If", flag, then_branch=branches[0], else_branch=branches[1])
     target = b.op("Reshape", chosen, size)
     b.output(target, "logits", ["n"])
-    flow = DataFlow(b.model().graph, target)
+    graph = b.model().graph
+    assert {node.op_type for node in live_nodes(graph, [chosen])} == {"If", "Sigmoid"}  # captured, so needed
+    flow = DataFlow(graph, target)
     start = flow.index(size)
     assert start is not None and flow.preds[start] == []
     source = flow.index(x)

@@ -391,7 +391,7 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
         (
             RecipeError,
             "fitted for",
-            lambda: operate(source, PrunePlan.from_spans(6, [(0, 1)]), dense_operators(plan, C), out),
+            lambda: operate(source, PrunePlan.from_spans(6, [(0, 2)]), dense_operators(plan, C), out),
         ),
         (RecipeError, "dtype", lambda: operate(source, plan, None, out, operator_dtype="int8")),
         (SurgeryError, "is the source", lambda: operate(source, plan, None, source)),
