@@ -28,6 +28,10 @@ PROVIDERS = {
     "cpu": "CPUExecutionProvider",
 }
 
+#: Larger results of constant folding stay unfolded: a tied head would be the embedding once more, transposed, in every
+#: engine. The extended level makes its Transpose and MatMul one FusedMatMul; a provider folds what is left on loading.
+_LARGEST_FOLD = 1 << 20
+
 
 class OnnxRuntime:
     """Builds and runs with whichever ``onnxruntime`` wheel is installed."""
@@ -206,6 +210,7 @@ def _optimise(ort: Any, graph: Path, folder: Path, level: str) -> Path:
     options.optimized_model_filepath = str(optimised)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimised.data")
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(_LARGEST_FOLD))
     try:
         ort.InferenceSession(str(graph), options, providers=[PROVIDERS["cpu"]])
     except Exception as error:

@@ -1,10 +1,11 @@
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from ghostexport.errors import BuildError
 from ghostexport.runtimes.base import Tensor
-from ghostexport.runtimes.interface import read_interface
+from ghostexport.runtimes.interface import decoder_feeds, read_interface
 from tests.runtime_graphs import dense_graph, variant_graph
 from tests.unit.runtimes.in_place import CAPACITY, in_place_graph
 
@@ -53,6 +54,20 @@ def test_dims_get_roles_and_numeric_strings_become_numbers(tmp_path):
 def test_a_cache_laid_out_tokens_first_is_recognised(tmp_path):
     interface = read_interface(toy(tmp_path / "m.onnx", kv=("b", "past", 2, 16)))
     assert interface.inputs[2].dims == ("batch", "past", 2, 16)
+
+
+def test_positions_count_attended_tokens_whatever_side_is_padded():
+    ids = np.arange(8).reshape(2, 4)
+    mask = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])  # two tokens in the cache, four new
+    feeds = decoder_feeds(ids, 2, mask)
+    assert feeds["position_ids"].tolist() == [[0, 1, 2, 3], [2, 3, 3, 3]]
+    assert feeds["attention_mask"].tolist() == mask.tolist() and feeds["input_ids"] is ids
+    assert (feeds["write_indices"].tolist(), feeds["nonpad_kv_seqlen"].tolist()) == ([2, 2], [6, 6])
+    plain = decoder_feeds(ids, 3)
+    assert plain["attention_mask"].tolist() == [[1] * 7] * 2
+    assert plain["position_ids"].tolist() == [[3, 4, 5, 6]] * 2
+    with pytest.raises(ValueError, match=r"4 tokens after 3 need \(2, 7\)"):
+        decoder_feeds(ids, 3, mask)
 
 
 def test_an_exported_variant_has_linked_roles_weights_and_operators():

@@ -54,6 +54,16 @@ def test_greedy_generation_gives_the_tokens_of_pytorch(tmp_path):
     assert np.array_equal(generate(session, ids, 12), expected)
 
 
+def test_a_left_padded_prompt_generates_what_it_does_alone(tmp_path):
+    session = RUNTIME.load(build(dense_graph(), tmp_path), CPU)
+    ids = tokens(2, 7)
+    mask = np.ones_like(ids)
+    mask[1, :3] = 0
+    together = generate(session, ids, 8, attention_mask=mask)
+    assert np.array_equal(together[:1], generate(session, ids[:1], 8))
+    assert np.array_equal(together[1:], generate(session, ids[1:, 3:], 8))
+
+
 def test_timing_reports_seconds_and_the_longer_cache(tmp_path):
     session = RUNTIME.load(build(dense_graph(), tmp_path), CPU)
     seconds, cache = session.timed_forward(tokens(1, 1), session.new_cache(1, 5))
@@ -70,6 +80,36 @@ def test_engines_of_two_variants_hold_the_models_weights_once(tmp_path):
     assert {"dense.onnx.data", "ghost.onnx.data"} < set(ghost.sha256)
     assert ghost.path.stat().st_size < shared.stat().st_size / 4
     assert read_sidecar(ghost.path) == ghost == read_sidecar(ghost.sidecar)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_tied_head_stays_the_embedding(tmp_path, device):
+    # [5000, 64] float32: 1.28 MB, more than is folded
+    rng = np.random.default_rng(0)
+    embedding = (rng.standard_normal((5000, 64)) / 8).astype(np.float32)
+    value, node = onnx.helper.make_tensor_value_info, onnx.helper.make_node
+    graph = onnx.helper.make_graph(
+        [
+            node("Gather", ["embedding", "input_ids"], ["x"]),
+            node("Transpose", ["embedding"], ["head"], perm=[1, 0]),
+            node("MatMul", ["x", "head"], ["logits"]),
+        ],
+        "tied",
+        [value("input_ids", TensorProto.INT64, ["batch", "tokens"])],
+        [value("logits", TensorProto.FLOAT, ["batch", "tokens", 5000])],
+        [onnx.numpy_helper.from_array(embedding, "embedding")],
+    )
+    path = tmp_path / "tied.onnx"
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10),
+        path, save_as_external_data=True, location="tied.onnx.data",
+    )  # fmt: skip
+    engine = RUNTIME.build(path, tmp_path / "out" / "tied", "dense", BuildSection(), Execution(device=device))
+    assert list(engine.sha256) == ["tied.onnx", "tied.onnx.data"]
+    assert embedding.nbytes < engine.plan_bytes < embedding.nbytes + 4096
+    session = RUNTIME.load(engine, CPU)
+    logits, _ = session.forward(ids := rng.integers(0, 5000, (2, 3)), session.new_cache(2))
+    assert np.abs(logits - embedding[ids] @ embedding.T).max() < TOLERANCE["float32"]
 
 
 def test_an_engine_is_current_until_graph_setting_or_file_changes(tmp_path):
