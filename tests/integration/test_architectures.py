@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import architectures
 
-#: Tied head; experts; sinks; compressed attention; alibi; multipliers; parallel; post-norm; inputs of its own.
-WHOLE = ["llama-tied", "qwen3_moe", "gpt_oss", "deepseek_v3", "falcon-alibi", "granite", "cohere2", "gptj", "gemma4"]
+#: Tied head; experts; sinks; compressed attention; alibi; multipliers; parallel; post-norm.
+WHOLE = ["llama-tied", "qwen3_moe", "gpt_oss", "deepseek_v3", "falcon-alibi", "granite", "cohere2", "gptj", "gemma3"]
 #: No keys and values in some block.
 STATEFUL = ["lfm2", "mamba2", "qwen3_next"]
 
