@@ -91,6 +91,12 @@ for _verb in VERBS:
     _group.command(_verb.name, help=_verb.help)(_stage_command(_verb.stage, _verb.sections))
 
 
+KVPattern = Annotated[
+    list[str] | None,
+    typer.Option(help="Names of KV inputs or outputs, such as cache_k_{}; {2b}, {2b+1} count tensors. Repeatable."),
+]
+
+
 @app.command()
 def surgery(
     target: Annotated[str, typer.Argument(help="ONNX file of a decoder, or a run folder.")],

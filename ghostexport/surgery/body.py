@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ghostexport.errors import BoundaryAmbiguous, BoundaryNotFound
-from ghostexport.kv_names import parse_kv_name
+from ghostexport.kv_names import KVName, parse_kv_name
 
 _PASS_THROUGH = frozenset({"Identity", "Cast"})
 
@@ -23,15 +23,21 @@ class KVPort:
 
     Attributes:
         name: name of the graph input or output of the model.
-        block: number in its name.
-        template: the name with ``{}`` for the number.
+        kv: its block number and role.
         value: the value inside the body.
     """
 
     name: str
-    block: int
-    template: str
+    kv: KVName
     value: ir.Value
+
+    @property
+    def block(self) -> int:
+        return self.kv.block
+
+    @property
+    def template(self) -> str:
+        return self.kv.template
 
 
 @dataclass(frozen=True)
@@ -52,22 +58,24 @@ class Body:
     taps: tuple[tuple[str, ir.Value], ...]
 
 
-def find_bodies(model: ir.Model, kv_pattern: str | None = None) -> list[Body]:
+def find_bodies(model: ir.Model, kv_pattern: str | Sequence[str] | None = None) -> list[Body]:
     """Finds the decoder bodies of a model.
 
     Args:
-        kv_pattern: templates of KV names with one ``{}`` each, comma separated; they replace the known ones.
+        kv_pattern: templates of KV names (see :func:`parse_kv_name`), a list or comma separated; they replace the known
+            ones.
 
     Raises:
         BoundaryNotFound: no output can be the logits.
         BoundaryAmbiguous: several outputs can be the logits.
     """
+    patterns = [None] if kv_pattern is None else _split(kv_pattern)
     graph = model.graph
-    past = [port for value in graph.inputs if (port := _port(value.name or "", value, False, kv_pattern))]
-    logits_index = _logits_index(graph, kv_pattern)
+    past = [port for value in graph.inputs if (port := _port(value.name or "", value, False, patterns))]
+    logits_index = _logits_index(graph, patterns)
     branches = _branches(graph.outputs[logits_index])
     if not branches:
-        return [_body(graph, [v.name or "" for v in graph.outputs], graph.outputs, logits_index, past, kv_pattern)]
+        return [_body(graph, [v.name or "" for v in graph.outputs], graph.outputs, logits_index, past, patterns)]
     node = graph.outputs[logits_index].producer()
     assert node is not None
     names: list[str] = []
@@ -78,7 +86,7 @@ def find_bodies(model: ir.Model, kv_pattern: str | None = None) -> list[Body]:
             positions.append(value.index() or 0)
     logits_position = names.index(graph.outputs[logits_index].name or "")
     return [
-        _body(branch, names, [branch.outputs[p] for p in positions], logits_position, past, kv_pattern)
+        _body(branch, names, [branch.outputs[p] for p in positions], logits_position, past, patterns)
         for branch in branches
     ]
 
@@ -89,12 +97,12 @@ def _body(
     outputs: Sequence[ir.Value],
     logits_index: int,
     past: list[KVPort],
-    kv_pattern: str | None,
+    patterns: Sequence[str | None],
 ) -> Body:
     present: list[KVPort] = []
     taps: list[tuple[str, ir.Value]] = []
     for position, (name, value) in enumerate(zip(names, outputs, strict=True)):
-        port = _port(name, value, True, kv_pattern)
+        port = _port(name, value, True, patterns)
         if port is not None:
             present.append(port)
         elif position != logits_index:
@@ -102,19 +110,21 @@ def _body(
     return Body(graph, outputs[logits_index], tuple(past), tuple(present), tuple(taps))
 
 
-def _port(name: str, value: ir.Value, output: bool, kv_pattern: str | None) -> KVPort | None:
-    patterns: list[str | None] = [None] if kv_pattern is None else [p.strip() for p in kv_pattern.split(",")]
+def _split(kv_pattern: str | Sequence[str]) -> list[str]:
+    listed = [kv_pattern] if isinstance(kv_pattern, str) else kv_pattern
+    return [pattern.strip() for item in listed for pattern in item.split(",")]
+
+
+def _port(name: str, value: ir.Value, output: bool, patterns: Sequence[str | None]) -> KVPort | None:
     for pattern in patterns:
         parsed = parse_kv_name(name, output=output, pattern=pattern)
         if parsed is not None:
-            return KVPort(name, parsed.block, parsed.template, value)
+            return KVPort(name, parsed, value)
     return None
 
 
-def _logits_index(graph: ir.Graph, kv_pattern: str | None) -> int:
-    others = [
-        index for index, value in enumerate(graph.outputs) if not _port(value.name or "", value, True, kv_pattern)
-    ]
+def _logits_index(graph: ir.Graph, patterns: Sequence[str | None]) -> int:
+    others = [index for index, value in enumerate(graph.outputs) if not _port(value.name or "", value, True, patterns)]
     named = [index for index in others if graph.outputs[index].name == "logits"]
     candidates = named or others
     if not candidates:
@@ -123,7 +133,10 @@ def _logits_index(graph: ir.Graph, kv_pattern: str | None) -> int:
         )
     if len(candidates) > 1:
         names = ", ".join(str(graph.outputs[index].name) for index in candidates)
-        raise BoundaryAmbiguous(f"Several outputs can be the logits: {names}.", "Name that output 'logits'.")
+        raise BoundaryAmbiguous(
+            f"Several outputs can be the logits: {names}.",
+            "Name that output 'logits', or the KV outputs with --kv-pattern.",
+        )
     return candidates[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class GraphReport:
         return {"num_blocks": self.num_blocks, **asdict(self)}
 
 
-def inspect_graph(path: Path, kv_pattern: str | None = None) -> GraphReport:
+def inspect_graph(path: Path, kv_pattern: str | Sequence[str] | None = None) -> GraphReport:
     """Reads a graph and finds its blocks; a graph that cannot be cut is reported, not raised.
 
     Raises:

@@ -1,16 +1,99 @@
-"""KV-cache inputs and outputs after a cut: remove the pruned ones, renumber the rest, keep length sources alive."""
+"""KV-cache inputs and outputs: which belong together, and what becomes of them after a cut.
+
+Names say which values are caches and how they are numbered; that each past reaches its present inside its own block is
+proven by data flow. States of recurrent and convolutional mixers are treated alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
 from ghostexport.errors import NameCollision, UnsupportedSharing
 from ghostexport.plan import PrunePlan
 from ghostexport.surgery.body import KVPort
-from ghostexport.surgery.flow import SHAPE_OPS
+from ghostexport.surgery.flow import SHAPE_OPS, captures
 from ghostexport.surgery.layout import DecoderLayout
+
+
+def require_pairs(layout: DecoderLayout) -> None:
+    """Proves that every past reaches the present of its own block, before the block's result joins the stream.
+
+    Raises:
+        UnsupportedSharing: a cache input reaches no output of its block, or an output of another one; an output comes
+            from an input that is not named as a cache, or is not named so itself.
+    """
+    body, flow = layout.body, layout.flow
+    stops = {flow.vertices[v] for v in flow.chain(layout.entry)}
+    captured: dict[ir.Value, list[ir.Node]] = {}
+    for node in body.graph:
+        for value in captures(node):
+            captured.setdefault(value, []).append(node)
+    present = {port.value: port for port in body.present}
+    outputs = {*present, *(value for _, value in body.taps)}
+    known = {port.value: port for port in body.past}
+    free = [v for v in flow.vertices if isinstance(v, ir.Value) and v not in known and flow.index(v) != layout.entry]
+    reached: dict[ir.Value, set[ir.Value]] = {}
+    for value in (*known, *(v for v in free if v.dtype is not None and v.dtype.is_floating_point())):
+        made = _reached(value, stops, captured, body.graph)
+        blocks = {layout.block_of(vertex) for v in made if (vertex := flow.index(v)) is not None} - {None}
+        if value in known or len(blocks) == 1:  # what several blocks read is no cache: rotary tables, masks
+            reached[value] = made & outputs
+    for value, found in reached.items():
+        port, own = known.get(value), {present[v].block for v in found if v in present}
+        unnamed = sorted(v.name or "?" for v in found if v not in present)
+        if port is None and not found:
+            continue
+        if port is None or unnamed or (own != {port.block} and (own or any(reached[k] for k in known))):
+            names = ", ".join(sorted(v.name or "?" for v in found)) or "no cache output"
+            known_as = "which is not named as a cache" if port is None else f"a cache of block {port.block} by its name"
+            raise UnsupportedSharing(
+                f"By data flow input {value.name!r}, {known_as}, reaches {names}.", _patterns(reached, present, known)
+            )
+    missing = present.keys() - set().union(*reached.values())
+    if any(reached[value] for value in known) and missing:
+        names = ", ".join(sorted(v.name or "?" for v in missing))
+        raise UnsupportedSharing(
+            f"No cache input reaches the cache outputs {names}.", "Name the caches with --kv-pattern."
+        )
+    _require_roles({known[v]: present[next(iter(found))] for v, found in reached.items() if len(found) == 1})
+
+
+def _require_roles(pairs: Mapping[KVPort, KVPort]) -> None:
+    roles: dict[str, str] = {}
+    for past, now in pairs.items():
+        if roles.setdefault(past.template, now.template) != now.template:
+            raise UnsupportedSharing(
+                f"By data flow input {past.name!r} becomes {now.name!r}, in other blocks {roles[past.template]!r}.",
+                "Give every block the same names, or list them with --kv-pattern.",
+            )
+
+
+def _reached(
+    value: ir.Value, stops: set[ir.Node | ir.Value], captured: Mapping[ir.Value, list[ir.Node]], graph: ir.Graph
+) -> set[ir.Value]:
+    """Everything computed from ``value`` by nodes that are not on the residual stream; shapes do not count."""
+    found, stack = {value}, [value]
+    while stack:
+        current = stack.pop()
+        readers = [use.node for use in current.uses() if use.node.graph is graph] + captured.get(current, [])
+        for node in readers:
+            if node not in stops and node.op_type not in SHAPE_OPS:
+                stack += [out for out in node.outputs if out not in found]
+                found.update(node.outputs)
+    return found
+
+
+def _patterns(
+    reached: Mapping[ir.Value, set[ir.Value]], present: Mapping[ir.Value, KVPort], known: Mapping[ir.Value, KVPort]
+) -> str:
+    """A remedy: the KV names of the graph as patterns, numbers replaced."""
+    names = dict.fromkeys(v.name or "" for value, found in reached.items() if found for v in (value, *found))
+    templates = {re.sub(r"\d+", "{}", name, count=1) for name in names} | {p.template for p in present.values()}
+    templates |= {port.template for port in known.values()}
+    return f"Name the caches with --kv-pattern, perhaps {','.join(sorted(templates))!r}."
 
 
 def is_removed(port: KVPort, layout: DecoderLayout, plan: PrunePlan) -> bool:
@@ -129,7 +212,7 @@ def renumber(graph: ir.Graph, layouts: Sequence[DecoderLayout], plan: PrunePlan)
         port = ports.get(value.name or "")
         new = None if port is None else plan.new_index(layout.numbers.index(port.block))
         if port is not None and new is not None:
-            renames[value] = port.template.format(base + new)
+            renames[value] = port.kv.renumbered(base + new)
     taken = {value.name for value in _named(graph) if value not in renames}
     for value, name in renames.items():
         if name in taken:

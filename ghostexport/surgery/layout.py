@@ -208,7 +208,8 @@ def _require_increasing(flow: DataFlow, chain: list[int], numbers: tuple[int, ..
             raise BoundaryAmbiguous(
                 f"Blocks {k} and {j} lie between the same two residual values, {describe(flow.vertices[chain[a - 1]])} "
                 f"and {describe(flow.vertices[chain[a]])}: no single value separates them.",
-                "Skip connections or shared state across blocks cannot be cut.",
+                "Skip connections or shared state across blocks cannot be cut. Where the KV names count tensors, not "
+                "blocks, say so: --kv-pattern 'past_{2b},past_{2b+1},...'.",
             )
         if a > b:
             raise BoundaryAmbiguous(

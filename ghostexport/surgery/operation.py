@@ -39,7 +39,7 @@ def operate(
     *,
     self_contained: bool = False,
     operator_dtype: str | None = None,
-    kv_pattern: str | None = None,
+    kv_pattern: str | Sequence[str] | None = None,
     dry_run: bool = False,
 ) -> SurgeryReport:
     """Removes the blocks of ``plan`` from an exported decoder graph and puts ``operators`` at the cuts.
@@ -53,7 +53,8 @@ def operate(
             must not leave a folder, and ``onnx.load`` refuses hard links.
         self_contained: write the compact data file in the source's folder too.
         operator_dtype: ``float32``, ``float16`` or ``bfloat16``; default: see :meth:`OperatorSet.dtype_in`.
-        kv_pattern: templates of the KV names, comma separated, where they are unusual (``cache_k_{},cache_v_{}``).
+        kv_pattern: templates of the KV names, a list or comma separated, where they are unusual
+            (``cache_k_{},cache_v_{}``; ``cache_{2b},cache_{2b+1}`` where they count tensors).
         dry_run: do everything but write.
 
     Returns:
@@ -111,7 +112,7 @@ def cut_model(
     operators: OperatorSet | None,
     *,
     operator_dtype: str | None = None,
-    kv_pattern: str | None = None,
+    kv_pattern: str | Sequence[str] | None = None,
 ) -> Changes:
     """The in-memory half of :func:`operate`: changes ``model`` in place. All refusals come before the first change."""
     layouts = find_layouts(model, kv_pattern)
@@ -133,7 +134,7 @@ def cut_model(
     return changes
 
 
-def find_layouts(model: ir.Model, kv_pattern: str | None = None) -> list[DecoderLayout]:
+def find_layouts(model: ir.Model, kv_pattern: str | Sequence[str] | None = None) -> list[DecoderLayout]:
     """Finds and checks the decoder of every body; functions are inlined first.
 
     Raises:
@@ -144,6 +145,7 @@ def find_layouts(model: ir.Model, kv_pattern: str | None = None) -> list[Decoder
     layouts = [find_layout(body) for body in find_bodies(model, kv_pattern)]
     for layout in layouts:
         refusals.refuse_sharing(layout)
+        kv_cache.require_pairs(layout)
         refusals.cross_check_names(layout)
     counts = {layout.num_blocks for layout in layouts}
     if len(counts) > 1:

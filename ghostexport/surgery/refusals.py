@@ -60,15 +60,18 @@ def refuse_sharing(layout: DecoderLayout) -> None:
         if isinstance(item, ir.Node) and owner is not None:
             opaque = bool(item.domain) and not kv.isdisjoint(flow.preds[vertex])
             attention[owner] += opaque or is_attention(item)
-    counts = {block: attention[block] for block in range(layout.num_blocks)}
-    if 0 in counts.values():
-        empty = [block for block, count in counts.items() if count == 0]
+    stateful = {layout.numbers.index(port.block) for port in layout.body.past if port.kv.is_state}
+    counts = {
+        block: attention[block] for block in range(layout.num_blocks) if attention[block] or block not in stateful
+    }
+    empty = [block for block, count in counts.items() if count == 0]
+    if empty:
         raise BoundaryNotFound(
             f"No attention was found in block {empty[0]}, between {layout.points[empty[0]].name!r} and "
             f"{layout.points[empty[0] + 1].name!r}: these are no decoder blocks.",
             "Give the ONNX file of a decoder-only LLM.",
         )
-    if max(counts.values()) > 1 and len(set(counts.values())) > 1:
+    if max(counts.values(), default=0) > 1 and len(set(counts.values())) > 1:
         most = max(counts, key=lambda b: counts[b])
         raise UnsupportedSharing(
             f"{counts[most]} attentions lie between {layout.points[most].name!r} and "

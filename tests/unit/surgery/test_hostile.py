@@ -138,3 +138,44 @@ def test_data_of_another_model_is_not_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "x.onnx").exists()
     operate(source, PLAN, None, tmp_path / "out" / "x.onnx")  # its own data file has another name
     assert (tmp_path / "out" / "dense.onnx.data").read_bytes() == b"precious"
+
+
+def _hub(folder: Path, data: str = "../../blobs/bb") -> Path:
+    """A graph as the Hugging Face cache stores it: links of a snapshot into the repository's blobs."""
+    blobs, snapshot = folder / "repo" / "blobs", folder / "repo" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    source = save(Toy(), folder / "dense.onnx")
+    source.rename(blobs / "aa")
+    (folder / "dense.onnx.data").rename(blobs / "bb")
+    (snapshot / "dense.onnx").symlink_to("../../blobs/aa")
+    (snapshot / "dense.onnx.data").symlink_to(data)
+    return snapshot / "dense.onnx"
+
+
+def test_a_graph_in_the_hugging_face_cache_is_cut(tmp_path: Path) -> None:
+    import onnxruntime
+
+    report = operate(_hub(tmp_path), PLAN, None, tmp_path / "out" / "x.onnx")
+    assert report.data_files == ("x.onnx.data",)
+    onnxruntime.InferenceSession(tmp_path / "out" / "x.onnx")
+
+
+@pytest.mark.parametrize("case", ["another repository", "beside the blobs", "blobs are elsewhere", "blob is a link"])
+def test_no_other_link_leaves_a_snapshot(case: str, tmp_path: Path) -> None:
+    repo, secret = tmp_path / "repo", tmp_path / "other" / "blobs" / "bb"
+    data = {"another repository": "../../../other/blobs/bb", "beside the blobs": "../../bb"}
+    source = _hub(tmp_path, data.get(case, "../../blobs/bb"))
+    secret.parent.mkdir(parents=True)
+    (repo / "blobs" / "bb").rename(secret)
+    if case == "beside the blobs":
+        secret.rename(repo / "bb")
+    elif case == "blobs are elsewhere":
+        (repo / "blobs").rename(repo / "kept")
+        source.unlink()
+        source.symlink_to("../../kept/aa")
+        (repo / "blobs").symlink_to(secret.parent)
+    elif case == "blob is a link":
+        (repo / "blobs" / "bb").symlink_to(secret)
+    with pytest.raises(SurgeryError, match="is a link that leaves"):
+        operate(source, PLAN, None, tmp_path / "out.onnx")
