@@ -40,7 +40,8 @@ TimingCache = Annotated[
     Path | None, typer.Option("--timing-cache", help="TensorRT: file of kernel timings that builds read and extend.")
 ]
 KVPattern = Annotated[
-    list[str] | None, typer.Option(help="Names of the KV inputs, such as cache_k_{}; repeatable, or comma separated.")
+    list[str] | None,
+    typer.Option(help="Names of KV inputs or outputs, such as cache_k_{}; {2b}, {2b+1} count tensors. Repeatable."),
 ]
 Compat = Annotated[str | None, typer.Option(help=f"All switches as a repository has them: {', '.join(COMPAT)}.")]
 
@@ -89,12 +90,6 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
 for _verb in VERBS:
     _group = build if _verb.name == "engine" else app
     _group.command(_verb.name, help=_verb.help)(_stage_command(_verb.stage, _verb.sections))
-
-
-KVPattern = Annotated[
-    list[str] | None,
-    typer.Option(help="Names of KV inputs or outputs, such as cache_k_{}; {2b}, {2b+1} count tensors. Repeatable."),
-]
 
 
 @app.command()
