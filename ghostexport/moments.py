@@ -96,7 +96,7 @@ class BoundaryMoments:
         self.tokens += len(x)
 
     def __add__(self, other: BoundaryMoments) -> BoundaryMoments:
-        total = BoundaryMoments(self.channels, self.gram.device, len(self.sum_x))
+        total = type(self)(self.channels, self.gram.device, len(self.sum_x))
         for name in ("gram", "cross", "sum_x", "sum_delta", "square_delta", "weight", "tokens"):
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
@@ -120,6 +120,33 @@ class BoundaryMoments:
     def nmse(self, M: torch.Tensor | None, b: torch.Tensor | None = None) -> float:
         """:meth:`residual` over ``sum w ||delta||^2``: 1 = no operator, 0 = perfect. 0 where the blocks did nothing."""
         return self.residual(M, b) / self.square_delta if self.square_delta else 0.0
+
+
+class ChannelMoments(BoundaryMoments):
+    """The same where every channel is explained by its own regressor alone, ``delta_c ~ x_c v_c``.
+
+    Attributes:
+        gram, cross: the diagonals ``[C]`` of the matrices.
+    """
+
+    def __init__(self, channels: int, device: torch.device | str = "cpu", regressors: int | None = None) -> None:
+        super().__init__(channels, device, 1)
+        self.gram = torch.zeros_like(self.sum_delta)
+        self.cross = torch.zeros_like(self.sum_delta)
+
+    def add_change(self, x: torch.Tensor, delta: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        x, delta = x.double(), delta.double()
+        w = torch.ones_like(x[:, 0]) if weights is None else weights.double()
+        self.gram += w @ x.square()
+        self.cross += w @ (x * delta)
+        self.square_delta += float(w @ delta.square().sum(1))
+        self.weight += float(w.sum())
+        self.tokens += len(x)
+
+    def residual(self, M: torch.Tensor | None, b: torch.Tensor | None = None) -> float:
+        """``sum w ||delta - x v||^2`` for ``M = v`` ``[C]``; no bias."""
+        v = torch.zeros_like(self.gram) if M is None else M.to(self.gram)
+        return max(0.0, self.square_delta - 2 * float(v @ self.cross) + float(v.square() @ self.gram))
 
 
 class MagnitudeRatios:

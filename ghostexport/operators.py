@@ -32,7 +32,7 @@ FORMAT = "ghostexport.operators/1"
 FLOAT16_LIMIT = 3e4
 
 FloatArray = NDArray[Any]
-FoldRole = Literal["attention_output", "mlp_output"]
+FoldRole = Literal["attention_output", "mlp_output", "attention_gain", "mlp_gain"]
 Site = Literal["boundary", "mid"]
 
 _NETWORK = ("network_w1", "network_b1", "network_w2", "network_b2")
@@ -40,12 +40,14 @@ _NETWORK = ("network_w1", "network_b1", "network_w2", "network_b2")
 
 @dataclass(frozen=True, eq=False)
 class WeightFold:
-    """A new weight for one linear layer of a surviving block, in right-multiply form.
+    """A new weight for one linear layer of a surviving block, in right-multiply form; or a norm's gain, rescaled.
 
     Attributes:
         block: index of the block in the *dense* model.
-        role: ``attention_output`` (o_proj: [C_ctx, C]) or ``mlp_output`` (down_proj: [I, C]).
-        weight: ``[in, C]``: the layer computes ``h @ weight (+ bias)``; an ``nn.Linear`` holds its transpose.
+        role: ``attention_output`` (o_proj: [C_ctx, C]) or ``mlp_output`` (down_proj: [I, C]); ``attention_gain`` or
+            ``mlp_gain`` of the norm between such a projection and the residual sum (Gemma 2, OLMo 2).
+        weight: ``[in, C]``: the layer computes ``h @ weight (+ bias)``; an ``nn.Linear`` holds its transpose. Of a gain
+            ``[C]``, what it is multiplied by: models keep a gain as ``w`` or as ``1 + w``, graphs as either or folded.
         bias: ``[C]`` or None to keep the layer's own.
     """
 
@@ -153,7 +155,7 @@ class Operator:
         Args:
             x: the residual stream at the boundary; torch tensors make the operator's numbers their own dtype.
             last: where it :attr:`reaches_inside`, the last kept block's ``mid`` (what ``M`` reads at that site),
-                ``inner`` ``h``, ``weight`` ``V0`` and ``bias``: a new down-projection ``V`` adds ``h (V - V0)``.
+                ``inner`` ``h``, ``weight`` ``V0``, ``bias`` and ``multiplier``: a new ``V`` adds ``h (V - V0)``.
                 Without it ``M`` reads ``x``.
         """
         own = {key: _like(x, array) for key, array in self.arrays.items()}
@@ -163,9 +165,10 @@ class Operator:
             return network(x, own)
         y = x
         for fold in self.last_folds:
-            y = y + _like(x, last.inner) @ (_like(x, fold.weight) - _like(x, last.weight))
+            y = y + last.multiplier * (_like(x, last.inner) @ (_like(x, fold.weight) - _like(x, last.weight)))
             if fold.bias is not None:
-                y = y + _like(x, fold.bias) - (0 if last.bias is None else _like(x, last.bias))
+                y = y + last.multiplier * _like(x, fold.bias)
+                y = y if last.bias is None else y - last.multiplier * _like(x, last.bias)
         inside = self.site == "mid" and last is not None
         change = linear(_like(x, last.mid) if inside else y, own)
         y = y if change is None else y + change

@@ -21,8 +21,12 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 #: Suffix of an operator's name: the blocks after the cut are refitted too (``ghost-weighted+refit``).
 REFIT = "+refit"
 
+#: Stands for the best closed form that applies to the model: ghost-split+refit, else ghost-weighted+refit, else
+#: ghost-weighted. A run's ``recipe.yaml`` has the name it stands for.
+BEST = "best"
+
 #: ``--quality``: ``paper`` is the published operator, ``best`` the combination that benchmarks/results supports.
-QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": ("ghost-split+refit",)}
+QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": (BEST,)}
 
 
 #: Validation context of a whole recipe: its sections leave the explaining to :func:`parse_recipe`.
@@ -53,7 +57,7 @@ class _Section(BaseModel):
 
 
 def _operators(names: tuple[str, ...]) -> tuple[str, ...]:
-    return _each_once(names, [base_operator(name) for name in names], OPERATORS, "operator")
+    return _each_once(names, [base_operator(name) for name in names], (*OPERATORS, BEST), "operator")
 
 
 def _runtimes(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,7 +6,9 @@ from ghostexport.models.anatomy import (
     find_anatomies,
     find_mid,
     find_projections,
+    gain,
     right_multiply,
+    scale_gain,
     set_right_multiply,
 )
 from ghostexport.models.blocks import check_layout, find_blocks, probe_tokens
@@ -28,6 +30,7 @@ __all__ = [
     "find_mid",
     "find_projections",
     "from_memory",
+    "gain",
     "insert_operators",
     "load_model",
     "load_tokenizer",
@@ -38,6 +41,7 @@ __all__ = [
     "right_multiply",
     "save_checkpoint",
     "save_model",
+    "scale_gain",
     "set_right_multiply",
     "source_files",
 ]

@@ -105,6 +105,30 @@ def set_right_multiply(projection: Any, weight: torch.Tensor, bias: torch.Tensor
         projection.bias = nn.Parameter(bias, requires_grad=False)
 
 
+def gain(norm: nn.Module) -> torch.Tensor:
+    """What a norm multiplies its channels by ``[C]`` float32: its parameter ``w``, or ``1 + w`` (Gemma)."""
+    _, weight = next(iter(norm.named_parameters()))
+    return weight.detach().float() + _gain_shift(norm)
+
+
+def scale_gain(norm: nn.Module, factor: float | torch.Tensor) -> None:
+    """Multiplies a norm's gain by ``factor`` (a number or ``[C]``), in a new parameter."""
+    name, weight = next(iter(norm.named_parameters()))
+    changed = (gain(norm) * factor - _gain_shift(norm)).to(weight.dtype)
+    setattr(norm, name, nn.Parameter(changed, requires_grad=False))
+
+
+def _gain_shift(norm: nn.Module) -> float:
+    """1 where the gain is ``1 + w``; a zero parameter tells."""
+    name, weight = next(iter(norm.named_parameters()))
+    x = torch.linspace(-1, 1, len(weight), device=weight.device, dtype=weight.dtype)[None]
+    setattr(norm, name, nn.Parameter(torch.zeros_like(weight), requires_grad=False))
+    with torch.no_grad():
+        shift = float(bool(norm(x).any()))
+    setattr(norm, name, weight)
+    return shift
+
+
 def find_anatomies(model: Any, indices: Iterable[int]) -> dict[int, Anatomy]:
     """The anatomy of several blocks, from one probe pass.
 

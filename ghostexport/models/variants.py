@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecoveryError
-from ghostexport.models.anatomy import find_anatomies, find_mid, find_projections, right_multiply, set_right_multiply
+from ghostexport.models.anatomy import find_anatomies, find_mid, right_multiply, scale_gain, set_right_multiply
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
 from ghostexport.operators import Operator, OperatorSet, WeightFold, linear, network
 from ghostexport.plan import PrunePlan
@@ -232,8 +232,17 @@ def _replaced(output: Any, x: torch.Tensor) -> Any:
 def _fold(model: Any, block: int | None, fold: WeightFold) -> None:
     if block is None:
         raise RecoveryError(f"A weight is folded into block {fold.block}, which the plan removes.")
-    projections = find_projections(model, block)
-    projection = projections.attention_output if fold.role == "attention_output" else projections.mlp_output
+    anatomy = find_anatomies(model, [block])[block]
+    addition = anatomy.mixer if fold.role.startswith("attention") else anatomy.mlp
+    part = None if addition is None else addition.norm if fold.role.endswith("gain") else addition.projection
+    if part is None:
+        raise RecoveryError(
+            f"Block {fold.block} of {type(model).__name__} has no {fold.role}.", "Recover operators for this model."
+        )
+    if fold.role.endswith("gain"):
+        scale_gain(part, torch.as_tensor(fold.weight).to(next(part.parameters()).device))
+        return
+    projection: Any = part
     shape = right_multiply(projection).shape
     if fold.weight.shape != shape:
         raise RecoveryError(
@@ -267,7 +276,7 @@ def scale_blocks(model: Any, factors: Mapping[int, float]) -> None:
                     "Use an operator that acts at the boundary, such as ghost.",
                 )
             if addition.norm is not None:
-                _scale_gain(addition.norm, factors[index])
+                scale_gain(addition.norm, factors[index])
                 continue
             projection = addition.projection
             projection.weight = _scaled(projection.weight, factors[index])
@@ -277,14 +286,3 @@ def scale_blocks(model: Any, factors: Mapping[int, float]) -> None:
 
 def _scaled(parameter: torch.Tensor, factor: float) -> nn.Parameter:
     return nn.Parameter((parameter.float() * factor).to(parameter.dtype), requires_grad=False)
-
-
-def _scale_gain(norm: nn.Module, factor: float) -> None:
-    """Scales a norm's result: its gain is ``w``, or ``1 + w`` (Gemma); a zero gain tells which."""
-    name, gain = next(iter(norm.named_parameters()))
-    x = torch.linspace(-1, 1, len(gain), device=gain.device, dtype=gain.dtype)[None]
-    setattr(norm, name, nn.Parameter(torch.zeros_like(gain), requires_grad=False))
-    with torch.no_grad():
-        shift = float(bool(norm(x).any()))
-    changed = ((gain.float() + shift) * factor - shift).to(gain.dtype)
-    setattr(norm, name, nn.Parameter(changed, requires_grad=False))

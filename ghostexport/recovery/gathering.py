@@ -33,7 +33,8 @@ class Gathered:
         last_block_folds: token-weighted moments of the change on ``[x_mid, h]``, of fitting and of judging sequences
             (:mod:`ghostexport.recovery.refit.judging`); empty unless needed.
         mlp_folds: moments of the change on the MLP output ``m = x_s - x_mid``; empty unless needed.
-        last_block_weight, last_block_bias: ``V0`` ``[I, C]`` and its bias in the last kept block; None unless needed.
+        last_block_weight, last_block_bias, last_block_multiplier: ``V0`` ``[I, C]`` in the last kept block, its bias,
+            and what their result is multiplied by; None unless needed.
         ratios: magnitude ratios by basis, for the operators that need them.
         sample: tokens kept for mean relative errors.
         last_block_sample: tokens kept with their ``[x_mid, h]``, for the operators that need it.
@@ -50,6 +51,7 @@ class Gathered:
         self.last_block_folds: list[BoundaryMoments] = []
         self.last_block_weight: torch.Tensor | None = None
         self.last_block_bias: torch.Tensor | None = None
+        self.last_block_multiplier = 1.0
         self.last_block_sample = TokenSample(tokens, LAST_BLOCK_SAMPLE)
         self.ratios: dict[str, MagnitudeRatios] = {
             basis: MagnitudeRatios(channels, _basis(basis, channels), device) for basis in sorted(request.bases)
@@ -104,6 +106,7 @@ class Gathered:
     def _require_last_block(self, last: LastBlock) -> None:
         if self.last_block_weight is None:
             self.last_block_weight, self.last_block_bias = last.weight, last.bias
+            self.last_block_multiplier = last.multiplier
             if "last-block" in self.needs:
                 rows = last.mid.shape[-1] + last.inner.shape[-1]
                 one = self.folds[0]
@@ -221,9 +224,10 @@ def stream_boundaries(
     """Runs the model and calls ``add`` at every boundary for each batch.
 
     The forward pass ends at the last boundary's stop; one residual value is held at a time. ``inside`` asks for the
-    inside of the last kept block before each boundary, which is None otherwise. ``sequences`` counts progress.
+    inside of the last kept block before each boundary, which is None otherwise and where nothing is kept.
+    ``sequences`` counts progress.
     """
-    blocks = [b.span.start - 1 for b in boundaries] if inside else []
+    blocks = [b.span.start - 1 for b in boundaries if b.span.start] if inside else []
     with tapped(loaded, blocks, "This operator") as last:
         watch = BoundaryWatch(boundaries, add, last)
         for batch in batches:

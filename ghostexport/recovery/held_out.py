@@ -161,8 +161,9 @@ def figures(operator: Operator, gathered: Gathered) -> dict[str, Any]:
     if inside:
         assert gathered.last_block_weight is not None
         mid, inner = sample.column(2).split([pre.shape[1], len(gathered.last_block_weight)], dim=1)
-        bias = gathered.last_block_bias
-        last = LastBlock(mid, inner, gathered.last_block_weight.cpu(), None if bias is None else bias.cpu())
+        bias, multiplier = gathered.last_block_bias, gathered.last_block_multiplier
+        weight = gathered.last_block_weight.cpu()
+        last = LastBlock(mid, inner / multiplier, weight, None if bias is None else bias.cpu(), multiplier)
     error = post - operator.apply(pre, last)
     measured = float(error.square().sum() / (post - pre).square().sum().clamp_min(torch.finfo(pre.dtype).tiny))
     return {

@@ -12,12 +12,13 @@ from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import REFIT, RecoverSection, base_operator, require_name
+from ghostexport.recipe import BEST, REFIT, RecoverSection, base_operator, require_name
 from ghostexport.recovery.fits.solving import FOLDS
 from ghostexport.recovery.gathering import Gathered, Request, gather
 from ghostexport.recovery.held_out import figures, measure, measure_refit, say_lost_tokens
-from ghostexport.recovery.last_block import last_kept
+from ghostexport.recovery.last_block import last_kept, why_not_split
 from ghostexport.recovery.refit.judging import JUDGES
+from ghostexport.recovery.refit.parts import anatomies, refittable
 from ghostexport.recovery.refit.walk import refit, require_refittable
 from ghostexport.recovery.registry import OPERATORS, Kind, function
 from ghostexport.recovery.several_cuts import Crossing, fit_sequential, multiplied, single_blocks
@@ -60,7 +61,7 @@ def recover(
     ``||(M - M')/2|| / ||M||``, ``tokens``, and what the kind itself reports (``condition``, ``ridge``).
 
     Returns:
-        Operator sets by operator name, in the recipe's order.
+        Operator sets by operator name, in the recipe's order; ``best`` under the name it stands for.
 
     Raises:
         RecipeError: unknown operator.
@@ -69,6 +70,7 @@ def recover(
         ModelLayoutError: an operator needs all of the model in memory.
     """
     execution = execution or Execution()
+    section = resolve_best(section, loaded, [span.start for span in plan.removed], len(calibration), execution)
     _require_known(section)
     if not plan.removed:
         return {name: OperatorSet(name, (), plan, calibration.sha256) for name in section.operators}
@@ -88,6 +90,44 @@ def recover(
     for name in section.operators:
         say_lost_tokens(name, fitted[name], execution)
     return {name: OperatorSet(name, fitted[name], plan, calibration.sha256) for name in section.operators}
+
+
+def best_operator(loaded: LoadedModel, cuts: Sequence[int] | None, sequences: int) -> tuple[str, str]:
+    """The best closed form that applies to a model, and why; nothing but a few tokens is run.
+
+    Args:
+        cuts: first blocks of the removed runs; None while it is open what will be removed.
+        sequences: of the calibration set.
+    """
+    if sequences < JUDGES:
+        return "ghost-weighted", f"{sequences} calibration sequences are too few to judge more"
+    if any(parameter.is_meta for parameter in loaded.model.parameters()):
+        return "ghost-weighted", "parts of the model are on disk, so nothing can be refitted"
+    found = anatomies(loaded, range(loaded.num_blocks))
+    if not any(map(refittable, found.values())):
+        return "ghost-weighted", "what its blocks add to the stream is no result of a projection or a norm"
+    last = range(loaded.num_blocks) if cuts is None else [cut - 1 for cut in cuts if cut]
+    try:
+        for block in last:
+            if why := why_not_split(found[block]):
+                return f"ghost-weighted{REFIT}", f"not ghost-split: block {block} {why}"
+        for block in [*last][:1]:
+            last_kept(loaded, block, "ghost-split")
+    except RecoveryError:
+        return f"ghost-weighted{REFIT}", "not ghost-split: its MLP flattens the tokens"
+    return f"ghost-split{REFIT}", "the best closed form applies"
+
+
+def resolve_best(
+    section: RecoverSection, loaded: LoadedModel, cuts: Sequence[int] | None, sequences: int, execution: Execution
+) -> RecoverSection:
+    """The section with ``best`` replaced by the operator it stands for on this model, which is said with the reason."""
+    if BEST not in map(base_operator, section.operators):
+        return section
+    name, why = best_operator(loaded, cuts, sequences)
+    execution.say(f"recover: best is {name} here ({why})")
+    names = dict.fromkeys(name if base_operator(asked) == BEST else asked for asked in section.operators)
+    return section.model_copy(update={"operators": tuple(names)})
 
 
 def say_unused(section: RecoverSection, execution: Execution) -> None:
@@ -127,12 +167,30 @@ def _require_applicable(
                 f"{name} needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
             )
     refitted = [name for name in kinds if name.endswith(REFIT)]
-    inside = [name for name, kind in kinds.items() if kind.inside]
+    inside = [name for name, kind in kinds.items() if kind.inside or kind.trains_inside]
     if refitted:  # what one of them is refused for, all are: the model is probed once
-        require_refittable(loaded, plan, refitted[0])
-    if inside:
-        for boundary in plan.boundaries:
-            last_kept(loaded, boundary.span.start - 1, inside[0])
+        require_refittable(loaded, plan, section.refit_upstream, refitted[0])
+    for boundary in plan.boundaries:
+        if named := [name for name in inside if boundary.span.start or not kinds[name].first]:
+            last_kept(loaded, boundary.span.start - 1, named[0])
+
+
+def require_operators(
+    loaded: LoadedModel, section: RecoverSection, spans: Sequence[tuple[int, int]] | None, calibration: CalibrationSet
+) -> None:
+    """Refuses what does not apply to a model, as :func:`recover` does, before it is known which blocks go.
+
+    Raises:
+        RecoveryError: an operator does not apply, whatever is removed, or with ``spans``.
+    """
+    _require_known(section)
+    if spans is not None:
+        _require_applicable(loaded, PrunePlan.from_spans(loaded.num_blocks, spans), calibration, section)
+    elif loaded.num_blocks > 2:  # one run in the middle stands for any: blocks mostly are alike
+        middle = loaded.num_blocks // 2
+        _require_applicable(
+            loaded, PrunePlan.from_spans(loaded.num_blocks, [(middle, middle + 1)]), calibration, section
+        )
 
 
 def _gathered_kinds(section: RecoverSection) -> dict[str, Kind]:

@@ -27,7 +27,9 @@ class Kind:
         needs: what else it reads besides the plain moments.
         check: asked before anything is measured; raises where the kind does not apply to a model and plan.
         train: continues from what ``fit`` found, with gradients; such a kind cannot be refitted.
+        trains_inside: that training reads the inside of the last kept block.
         ranked: its matrix can be of a lower rank.
+        first: also where it reads the inside of the last kept block, it applies to a cut before which nothing is kept.
     """
 
     fit: str
@@ -35,7 +37,9 @@ class Kind:
     needs: frozenset[Need] = frozenset()
     check: str | None = None
     train: str | None = None
+    trains_inside: bool = False
     ranked: bool = False
+    first: bool = False
 
     @property
     def inside(self) -> bool:
@@ -56,12 +60,12 @@ OPERATORS: dict[str, Kind] = {
     "linearpatch-rotate": Kind("fits.magnitudes:fit_rotate", bases=_HADAMARD),
     "ghost-weighted": Kind("fits.least_squares:fit_weighted", needs=_WEIGHTED, ranked=True),
     "ghost-affine": Kind("fits.least_squares:fit_affine", ranked=True),
-    "ghost-split": Kind("fits.down_projection:fit_split", needs=_LAST_BLOCK, ranked=True),
+    "ghost-split": Kind("fits.down_projection:fit_split", needs=_LAST_BLOCK | _WEIGHTED, ranked=True, first=True),
     "ghost-zero": Kind("fits.down_projection:fit_zero", needs=_LAST_BLOCK),
     "none": Kind("fits.least_squares:fit_none"),
     "prune-and-comp": Kind("fits.magnitudes:fit_scale", bases=_IDENTITY, check="fits.magnitudes:require_scalable"),
     "replaceme-lstsq": Kind("fits.down_projection:fit_replaceme", needs=_MLP_OUTPUT),
-    "replaceme-cosine": Kind("fits.least_squares:fit_none", train="trained.cosine:train_cosine"),
+    "replaceme-cosine": Kind("fits.least_squares:fit_none", train="trained.cosine:train_cosine", trains_inside=True),
     "streamline-ffn": Kind("fits.least_squares:fit_none", train="trained.ffn:train_network"),
     "linearpatch-distilled": Kind("fits.magnitudes:fit_rotate", bases=_HADAMARD, train=_DISTIL),
     "ghost-distilled": Kind("fits.least_squares:fit_ghost", train=_DISTIL),

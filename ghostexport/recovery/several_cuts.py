@@ -85,7 +85,7 @@ def crossings(
     task: str,
 ) -> Iterator[Crossing]:
     """Runs both models over the tokens, one batch at a time."""
-    blocks = [boundary.position - 1] if inside else []
+    blocks = [boundary.position - 1] if inside and boundary.position else []
     with tapped(prefix, blocks, "This operator") as last:
         for batch in tokens.batches(loaded.device):
             found: dict[int, torch.Tensor] = {}

@@ -14,6 +14,7 @@ the layer did not have.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,11 +54,14 @@ class FoldTarget:
 def fold(layout: DecoderLayout, item: WeightFold) -> tuple[str, list[ir.Value]]:
     """Puts a new weight (and bias) into block ``item.block``; returns the old name and the new initializers.
 
-    The new initializer is named ``ghost.fold.{block}.{role}.weight``; other users of the old one keep it.
+    The new initializer is named ``ghost.fold.{block}.{role}.weight``; other users of the old one keep it. A gain is
+    rescaled where it stands: ``ghost.fold.{role}.{block}.{n}``.
 
     Raises:
         SurgeryError: the layer is quantised, not found, of another shape, or has no bias to replace.
     """
+    if item.role.endswith("gain"):
+        return _fold_gain(layout, item)
     target = locate(layout, item.block, item.role)
     array: FloatArray = item.weight.T if target.transposed else item.weight
     expected = tuple(target.weight.shape or ())
@@ -76,6 +80,18 @@ def fold(layout: DecoderLayout, item: WeightFold) -> tuple[str, list[ir.Value]]:
     if item.bias is not None:
         new += _fold_bias(layout, target, item.bias, prefix, dtype)
     return target.weight.name or "?", new
+
+
+def _fold_gain(layout: DecoderLayout, item: WeightFold) -> tuple[str, list[ir.Value]]:
+    sums = layout.sums[item.block]
+    if len(sums) != 2:
+        raise SurgeryError(
+            f"The {item.role} of block {item.block} could not be located: it adds {len(sums)} times to the stream.",
+            "Folded gains need one norm before each of two residual sums.",
+        )
+    total = sums[0 if item.role == "attention_gain" else 1]
+    made = scale_gain(layout, item.block, total, item.weight, f"ghost.fold.{item.role}")
+    return ", ".join(made), [value for new in made.values() for value in new]
 
 
 def _fold_bias(
@@ -110,7 +126,8 @@ def locate(layout: DecoderLayout, block: int, role: str) -> FoldTarget:
         found = _first_products(layout, sums[0 if role == "attention_output" else 1], block)
     elif len(sums) == 1:
         products = _first_products(layout, sums[0], block)
-        found = [p for p in products if _after_attention(layout, p, block) == (role == "attention_output")]
+        wanted = [p for p in products if _after_attention(layout, p, block) == (role == "attention_output")]
+        found = products if len(products) == 1 else wanted
     else:
         found = []
     if len(found) != 1:
@@ -227,6 +244,22 @@ def scale_blocks(layout: DecoderLayout, plan: PrunePlan, scales: list[float | No
     return made
 
 
+def scale_gain(
+    layout: DecoderLayout, block: int, total: ir.Node, factor: FloatArray, prefix: str
+) -> dict[str, list[ir.Value]]:
+    """Multiplies the gain of the norm between a projection and a residual sum by ``factor`` ``[C]``.
+
+    Returns:
+        New initializers, named after ``prefix``, by the name of the one they replace.
+
+    Raises:
+        SurgeryError: no norm's gain stands there.
+    """
+    made: dict[str, list[ir.Value]] = {}
+    _Scaler(layout, block, factor, made, prefix).run([total])
+    return made
+
+
 def with_new_addends(layout: DecoderLayout) -> DecoderLayout:
     """The layout whose fused sums are read again from their nodes."""
     points = [p if p.node is None or not p.is_fused else point_at(p.node) for p in layout.points]
@@ -236,17 +269,24 @@ def with_new_addends(layout: DecoderLayout) -> DecoderLayout:
 class _Scaler:
     """Walks one block's branches."""
 
-    def __init__(self, layout: DecoderLayout, block: int, factor: float, made: dict[str, list[ir.Value]]) -> None:
+    def __init__(
+        self,
+        layout: DecoderLayout,
+        block: int,
+        factor: float | FloatArray,
+        made: dict[str, list[ir.Value]],
+        prefix: str = "ghost.scale",
+    ) -> None:
         self.layout = layout
         self.block = block
         self.factor = factor
         self.made = made
+        self.prefix = prefix
         self.count = 0
 
-    def run(self) -> None:
-        sums = self.layout.sums[self.block]
-        chain = {self.layout.points[self.block].node, *sums}
-        for total in sums:
+    def run(self, sums: Iterable[ir.Node] | None = None) -> None:
+        chain = {self.layout.points[self.block].node, *self.layout.sums[self.block]}
+        for total in self.layout.sums[self.block] if sums is None else sums:
             for index in _summands(total):
                 value = total.inputs[index]
                 if value is not None and not self._on_stream(value, chain):
@@ -276,6 +316,8 @@ class _Scaler:
             for operand in range(len(node.inputs)):
                 self.scale(node, operand)
         elif node.op_type in _PRODUCTS and node.inputs[1] is not None and is_constant(node.inputs[1]):
+            if not isinstance(self.factor, float):
+                raise self._refusal("no norm stands between its projection and the residual sum")
             self.scale(node, 1)
             if len(node.inputs) > 2 and node.inputs[2] is not None:
                 self.scale(node, 2)
@@ -298,7 +340,7 @@ class _Scaler:
         if tensor is None or old.dtype is None:
             raise self._refusal(f"the values of {old.name!r} are not in the file")
         scaled = values(tensor).astype("float32") * self.factor
-        new = weight(f"ghost.scale.{self.block}.{self.count}", scaled, old.dtype)
+        new = weight(f"{self.prefix}.{self.block}.{self.count}", scaled, old.dtype)
         self.count += 1
         reader.replace_input_with(index, new)
         self.made.setdefault(old.name or "?", []).append(new)

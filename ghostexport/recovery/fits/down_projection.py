@@ -24,6 +24,7 @@ from ghostexport.moments import BoundaryMoments
 from ghostexport.operators import FloatArray, Operator, WeightFold
 from ghostexport.plan import Boundary
 from ghostexport.recipe import RecoverSection
+from ghostexport.recovery.fits.least_squares import fit_weighted
 from ghostexport.recovery.fits.solving import (
     choose_ridge,
     condition,
@@ -39,9 +40,13 @@ from ghostexport.recovery.refit.judging import RIDGES, choose_change
 def fit_split(gathered: Gathered, section: RecoverSection) -> Operator:
     """Solves for ``M`` and ``V`` jointly; with ``section.rank``, for the best ``M`` of that rank and its ``V``.
 
+    Where no block is kept before the cut there is no ``V``, and it is ghost-weighted.
+
     Raises:
         RecoveryError: fewer than four sequences, singular or non-finite.
     """
+    if gathered.boundary.span.start == 0:
+        return fit_weighted(gathered, section)
     choice, moments = _judged(gathered.last_block_folds)
     C = moments.channels
     M, D = choice.change[:C], choice.change[C:]

@@ -39,7 +39,12 @@ GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-16, 5))
 
 
 def solve_ridge(gram: torch.Tensor, cross: torch.Tensor, ridge: float, tokens: int) -> torch.Tensor:
-    """``(G + ridge I)^-1 B`` by Cholesky, whose accuracy does not suffer from channels of very different scale."""
+    """``(G + ridge I)^-1 B`` by Cholesky, whose accuracy does not suffer from channels of very different scale.
+
+    ``G`` ``[R, R]``, or its diagonal ``[R]`` where the regressors are apart.
+    """
+    if gram.ndim == 1:
+        return cross / (gram + ridge)
     system = gram.clone()
     system.diagonal().add_(ridge)
     factor, failed = torch.linalg.cholesky_ex(system)
@@ -146,7 +151,8 @@ def shifted(moments: BoundaryMoments, x: torch.Tensor, delta: torch.Tensor) -> t
 
 def median_diagonal(moments: BoundaryMoments) -> float:
     """The scale of a relative ridge; 1 where more than half of the regressors never move."""
-    return float(moments.gram.diagonal().median()) or 1.0
+    gram = moments.gram
+    return float((gram if gram.ndim == 1 else gram.diagonal()).median()) or 1.0
 
 
 class LinearForm(TypedDict, total=False):

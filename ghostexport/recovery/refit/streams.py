@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,12 +15,10 @@ import torch
 from torch import nn
 
 from ghostexport.calibration import Batch, CalibrationSet
-from ghostexport.errors import ModelLayoutError
 from ghostexport.files import require_space
-from ghostexport.models import LoadedModel, find_mid, read_residuals
-from ghostexport.models.blocks import hidden_states, output_states
+from ghostexport.models import LoadedModel, read_residuals
+from ghostexport.models.blocks import hidden_states
 from ghostexport.moments import require_finite
-from ghostexport.recovery.last_block import additive_projections
 
 
 class _StopBlockError(Exception):
@@ -67,76 +64,6 @@ def fill(loaded: LoadedModel, calibration: CalibrationSet, point: int, stream: t
             stream[batch.sequences.start : batch.sequences.stop] = x.cpu()
 
         read_residuals(loaded.model, [point], visit, batch.input_ids, batch.attention_mask)
-
-
-@dataclass(frozen=True, eq=False)
-class Inside:
-    """What a block did with one batch.
-
-    Attributes:
-        context: input of the attention output projection ``(B, T, C_ctx)``.
-        mid: stream between attention and MLP ``(B, T, C)``; None in blocks that have none (parallel blocks).
-        inner: input of the MLP output projection ``(B, T, I)``; None when the run ended at ``mid``.
-        output: ``(B, T, C)``; None likewise.
-    """
-
-    context: torch.Tensor
-    mid: torch.Tensor | None
-    inner: torch.Tensor | None
-    output: torch.Tensor | None
-
-
-class SingleBlock:
-    """One decoder block that runs on given residual values, with its projections exchangeable.
-
-    A copy: the model it comes from is not changed.
-
-    Raises:
-        RecoveryError: post-norm block or mixture of experts.
-    """
-
-    def __init__(self, loaded: LoadedModel, index: int, what: str) -> None:
-        projections = additive_projections(loaded, index, what)
-        try:
-            mid: nn.Module | None = find_mid(loaded.model, index, flattened=True)
-        except ModelLayoutError:  # attention and MLP are parallel: both are added to the same stream
-            mid = None
-        original = loaded.blocks[index]
-        names = {module: name for name, module in original.named_modules()}
-        self.index = index
-        self.block = copy.deepcopy(original)
-        self.attention_output: Any = self.block.get_submodule(names[projections.attention_output])
-        self.mlp_output: Any = self.block.get_submodule(names[projections.mlp_output])
-        self._mid = None if mid is None else self.block.get_submodule(names[mid])
-
-    def run(self, call: Call, x: torch.Tensor, until_mid: bool = False) -> Inside:
-        """Runs the block on ``x`` ``(B, T, C)``; ``until_mid`` leaves out the MLP where a mid stream exists."""
-        seen: dict[str, torch.Tensor] = {}
-
-        def keep(name: str, stop: bool = False) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-                seen[name] = args[0]
-                if stop:
-                    raise _StopBlockError
-
-            return hook
-
-        handles = [
-            self.attention_output.register_forward_pre_hook(keep("context")),
-            self.mlp_output.register_forward_pre_hook(keep("inner")),
-        ]
-        if self._mid is not None:
-            handles.append(self._mid.register_forward_pre_hook(keep("mid", until_mid)))
-        try:
-            with torch.no_grad():
-                seen["output"] = output_states(call.on(self.block, x))
-        except _StopBlockError:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-        shaped = {name: value.view(*x.shape[:-1], -1) for name, value in seen.items()}  # OPT flattens tokens
-        return Inside(shaped["context"], shaped.get("mid"), shaped.get("inner"), shaped.get("output"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """``+refit``: after the cut is repaired, the blocks behind it are taught to go on with what they now receive.
 
-Every kept block behind the cut runs on the *repaired* model's stream; two of its weights are re-solved so that the
-stream returns to the dense model's, in depth order and without any new node (token weights as in ghost-weighted)::
+Every kept block behind the cut runs on the *repaired* model's stream; what it adds is re-solved so that the stream
+returns to the dense model's, in depth order and without any new node (token weights as in ghost-weighted)::
 
     c = input of o_proj        O = argmin sum_t w_t ||x^_l   + c O - x_mid,l||^2 + lambda m ||O - O0||^2
     h = input of down_proj     V = argmin sum_t w_t ||x^_mid + h V - x_{l+1}||^2 + lambda m ||V - V0||^2
@@ -11,6 +11,9 @@ stream returns to the dense model's, in depth order and without any new node (to
 ``lambda`` is judged on every fourth calibration sequence. A weight is left alone where the change does not bring those
 sequences' predictions nearer to the dense model's, by more than chance (``judging``). Every boundary is fitted on
 the repaired stream too, so several cuts are fitted one behind the other.
+
+Where a norm stands behind a projection, its gain is re-solved, then the projection (``parts``). What adds no result of
+either, such as a mixture of experts, stays as it is.
 
 ``upstream`` blocks before a cut of n blocks are refitted likewise: k of them imitate k + n dense blocks.
 
@@ -30,19 +33,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel, right_multiply
-from ghostexport.moments import BoundaryMoments, token_weights
-from ghostexport.operators import FoldRole, Operator, WeightFold
+from ghostexport.models import LoadedModel
+from ghostexport.moments import BoundaryMoments
+from ghostexport.operators import Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recovery.gathering import Gathered
-from ghostexport.recovery.last_block import LastBlock, additive_projections
-from ghostexport.recovery.refit.judging import JUDGES, Predictions, choose_change, judges, surely_less
-from ghostexport.recovery.refit.streams import Call, Inside, SingleBlock, Streams, block_calls, fill, open_streams
+from ghostexport.recovery.last_block import LastBlock
+from ghostexport.recovery.refit.judging import JUDGES, Predictions, choose_change, surely_less
+from ghostexport.recovery.refit.parts import ATTENTION, Part, SingleBlock, anatomies, refittable
+from ghostexport.recovery.refit.streams import Call, Streams, block_calls, fill, open_streams
 
 #: Judging sequences from which on chance is told from gain about as often as the standard error promises.
 FEW = 4
@@ -73,7 +76,7 @@ def refit(
         One operator per boundary; ``folds`` hold its own and the refitted weights, ``fit["refit"]`` what was judged.
 
     Raises:
-        RecoveryError: a block behind the first one is no plain sum, or a singular solve.
+        RecoveryError: a singular solve, or a scale, which is folded into weights that a refit replaces.
     """
     todo = steps(plan, inside, upstream)
     megabytes = calibration.tokens.size * loaded.hidden_size * next(loaded.model.parameters()).itemsize / 1e6
@@ -96,27 +99,38 @@ def refit(
     return operators
 
 
-def require_refittable(loaded: LoadedModel, plan: PrunePlan, name: str) -> None:
+def require_refittable(loaded: LoadedModel, plan: PrunePlan, upstream: int, name: str) -> None:
     """Refuses early what the refit of an operator cannot do.
 
     Raises:
-        RecoveryError: a block is no plain sum (the first one behind a cut is looked at).
+        RecoveryError: it could change nothing in any block it goes through.
         ModelLayoutError: parts of the model are on disk.
     """
     loaded.require_whole("a refit runs copies of its blocks", "Leave +refit out, or use a device that holds the model.")
-    for boundary in plan.boundaries:
-        if boundary.span.stop < plan.num_blocks:
-            additive_projections(loaded, boundary.span.stop, name)
+    blocks = [step.block for step in steps(plan, False, upstream)]
+    if blocks and not any(map(refittable, anatomies(loaded, blocks).values())):
+        raise RecoveryError(
+            f"{name} does not apply to {type(loaded.model).__name__}: what the blocks behind the cut add to the stream "
+            "is no result of a projection or a norm.",
+            "Use an operator that acts at the boundary, without +refit, such as ghost-weighted; best finds one.",
+        )
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A kept block, the dense block that it imitates, the boundary its new weights belong to, and which they are."""
+    """The refit of a kept block.
+
+    Attributes:
+        block: its index.
+        teacher: the dense block that it imitates.
+        boundary: the one its new weights belong to.
+        whole: whether what its MLP adds is refitted too; not where the operator replaces it.
+    """
 
     block: int
     teacher: int
     boundary: int
-    roles: tuple[FoldRole, ...]
+    whole: bool = True
 
 
 def steps(plan: PrunePlan, inside: bool, upstream: int) -> list[_Step]:
@@ -132,12 +146,9 @@ def steps(plan: PrunePlan, inside: bool, upstream: int) -> list[_Step]:
             if block >= first:  # k blocks imitate the k + n that end at the cut
                 k = start - first
                 teacher, owner = first + round((block - first + 1) * (stop - first) / k) - 1, index
-            replaced = inside and block == start - 1
-            roles: tuple[FoldRole, ...] = ("attention_output",) if replaced else ("attention_output", "mlp_output")
-            found.append(_Step(block, teacher, owner, roles))
+            found.append(_Step(block, teacher, owner, whole=not (inside and block == start - 1)))
     last = len(boundaries) - 1
-    both: tuple[FoldRole, ...] = ("attention_output", "mlp_output")
-    return found + [_Step(b, b, last, both) for b in range(boundaries[-1].span.stop, plan.num_blocks)]
+    return found + [_Step(block, block, last) for block in range(boundaries[-1].span.stop, plan.num_blocks)]
 
 
 class _Walk:
@@ -159,7 +170,7 @@ class _Walk:
 
     def through(self, plan: PrunePlan, todo: list[_Step], fit: FitBoundary, inside: bool) -> tuple[Operator, ...]:
         start = plan.boundaries[0].span.start
-        first = min([start - inside, *(step.block for step in todo)])
+        first = max(0, min([start - inside, *(step.block for step in todo)]))
         fill(self.loaded, self.calibration, first, self.streams.repaired)
         self.streams.dense.copy_(self.streams.repaired)
         self.depth = first
@@ -169,17 +180,17 @@ class _Walk:
         position = {step.block: step for step in todo}
         for block in range(first, plan.num_blocks + 1):
             for boundary in plan.boundaries:
-                if boundary.span.start == block and not inside:
+                if boundary.span.start == block and not (inside and block):
                     operators.append(self.repair(boundary, fit, None))
                 if boundary.span.start - 1 == block and inside:
                     step = position.get(block)
-                    student = SingleBlock(self.loaded, block, "+refit")
+                    student = SingleBlock(self.loaded, block)
                     if step is not None:
                         self.teach(student, step, folds[step.boundary], judged[step.boundary])
                     operators.append(self.repair(boundary, fit, student))
             step = position.get(block)
-            if step is not None and "mlp_output" in step.roles:
-                student = SingleBlock(self.loaded, block, "+refit")
+            if step is not None and step.whole:
+                student = SingleBlock(self.loaded, block)
                 self.teach(student, step, folds[step.boundary], judged[step.boundary])
                 self.advance_repaired(student)
             self.execution.progress("refit", block - first, plan.num_blocks - first)
@@ -199,9 +210,8 @@ class _Walk:
                 if student is not None:
                     ran = student.run(calls[student.index], before)
                     assert ran.mid is not None and ran.inner is not None and ran.output is not None
-                    projection = student.mlp_output
-                    bias = None if projection.bias is None else projection.bias.double()
-                    last = LastBlock(ran.mid, ran.inner, right_multiply(projection).double(), bias)
+                    own = LastBlock.parameters(student.mlp_output, self.loaded.device)
+                    last = LastBlock(ran.mid, ran.inner, *own, student.part("mlp_output").multiplier)
                     before = ran.output
                 yield batch, before, last
 
@@ -219,61 +229,60 @@ class _Walk:
         return operator
 
     def teach(self, student: SingleBlock, step: _Step, folds: list[WeightFold], judged: list[dict[str, Any]]) -> None:
-        """Re-solves the step's weights of one block, attention first; the dense stream moves past the teacher."""
+        """Re-solves the step's parts of one block, attention first; the dense stream moves past the teacher."""
         self.advance_dense(step.teacher)
         self.known = self.known if step.teacher == step.block else None  # blocks between are left out
-        teacher = SingleBlock(self.loaded, step.teacher, "+refit")
-        attention, mlp = student.attention_output, student.mlp_output
-        moments = _new_folds(attention)
-        for batch, calls in self.batches():
-            wanted = teacher.run(calls[step.teacher], self.take(self.streams.dense, batch))
-            got = student.run(calls[step.block], self.take(self.streams.repaired, batch), until_mid=True)
-            assert wanted.output is not None
-            aim, have = (wanted.mid, got.mid) if got.mid is not None else (wanted.output, got.output)
-            assert aim is not None and have is not None
-            _add(moments, attention, batch, got.context, aim, have)
-            self.put(self.streams.dense, batch, wanted.output)
-        self.depth = step.teacher + 1
-        self.change(student, "attention_output", moments, step, folds, judged)
-        if "mlp_output" not in step.roles:
-            return
-        moments = _new_folds(mlp)
-        for batch, calls in self.batches():
-            ran = student.run(calls[step.block], self.take(self.streams.repaired, batch))
-            assert ran.inner is not None and ran.output is not None
-            _add(moments, mlp, batch, ran.inner, self.take(self.streams.dense, batch), ran.output)
-        self.change(student, "mlp_output", moments, step, folds, judged)
+        teacher = SingleBlock(self.loaded, step.teacher)
+        at_mid = student.mid is not None and teacher.mid is not None
+        attention = [part for part in student.parts if part.role in ATTENTION]
+        for part in attention:
+            moments = part.moments()
+            for batch, calls in self.batches():
+                wanted = teacher.run(calls[step.teacher], self.take(self.streams.dense, batch))
+                got = student.run(calls[step.block], self.take(self.streams.repaired, batch), until_mid=at_mid)
+                aim, have = (wanted.mid, got.mid) if at_mid else (wanted.output, got.output)
+                assert aim is not None and have is not None and wanted.output is not None
+                part.add(moments, batch, got.read[part.role], aim, have)
+                if part is attention[-1]:
+                    self.put(self.streams.dense, batch, wanted.output)
+            self.depth = step.teacher + (part is attention[-1])
+            self.change(student, part, moments, step, folds, judged)
+        self.advance_dense(step.teacher + 1)
+        for part in (part for part in student.parts if step.whole and part.role not in ATTENTION):
+            moments = part.moments()
+            for batch, calls in self.batches():
+                ran = student.run(calls[step.block], self.take(self.streams.repaired, batch))
+                assert ran.output is not None
+                part.add(moments, batch, ran.read[part.role], self.take(self.streams.dense, batch), ran.output)
+            self.change(student, part, moments, step, folds, judged)
 
     def change(
         self,
         student: SingleBlock,
-        role: FoldRole,
+        part: Part,
         moments: list[BoundaryMoments],
         step: _Step,
         folds: list[WeightFold],
         judged: list[dict[str, Any]],
     ) -> None:
-        """Judges, and puts the new weight into the student and the folds when it is better."""
-        projection = getattr(student, role)
+        """Judges, and puts the change into the student and the folds when it is better."""
         choice = choose_change(*moments)
-        judged.append({"block": step.block, "role": role, "ridge": None, "before": 1.0, "after": choice.error})
+        judged.append({"block": step.block, "role": part.role, "ridge": None, "before": 1.0, "after": choice.error})
         if choice.change is None or choice.fitted is None:
             return
-        saved = copy.deepcopy(projection.state_dict())
+        saved = copy.deepcopy(part.module.state_dict())
         before = self.look(student, step) if self.known is None else self.known
-        _move(projection, choice.fitted)
+        part.move(choice.fitted)
         after = self.look(student, step)
-        projection.load_state_dict(saved)
+        part.module.load_state_dict(saved)
         self.known = before
         judged[-1] |= {"kl_before": float(np.mean(before)), "kl_after": float(np.mean(after))}
         if not surely_less(after, before):
             return
         judged[-1]["ridge"] = choice.ridge
-        _move(projection, choice.change)
+        part.move(choice.change)
         self.known = self.look(student, step)
-        weight = np.ascontiguousarray(right_multiply(projection).detach().float().cpu().numpy())
-        bias = None if projection.bias is None else projection.bias.detach().float().cpu().numpy()
-        folds.append(WeightFold(step.block, role, weight, bias))
+        folds.append(part.fold())
 
     def look(self, student: SingleBlock, step: _Step) -> list[float]:
         """Divergence of the judges' predictions when the dense model goes on behind the student."""
@@ -295,7 +304,7 @@ class _Walk:
 
     def advance_repaired(self, student: SingleBlock) -> None:
         for batch, calls in self.batches():
-            ran: Inside = student.run(calls[student.index], self.take(self.streams.repaired, batch))
+            ran = student.run(calls[student.index], self.take(self.streams.repaired, batch))
             assert ran.output is not None
             self.put(self.streams.repaired, batch, ran.output)
 
@@ -308,37 +317,3 @@ class _Walk:
 
     def put(self, stream: torch.Tensor, batch: Batch, x: torch.Tensor) -> None:
         stream[batch.sequences.start : batch.sequences.stop] = x.to("cpu", stream.dtype)
-
-
-def _move(projection: Any, change: torch.Tensor) -> None:
-    """Adds a change ``[in (+ 1 for the bias), out]`` to a projection's weight and bias."""
-    inputs = right_multiply(projection).shape[0]
-    with torch.no_grad():
-        right_multiply(projection).copy_(right_multiply(projection).double() + change[:inputs])
-        if projection.bias is not None:
-            projection.bias.add_(change[inputs].to(projection.bias))
-
-
-def _new_folds(projection: Any) -> list[BoundaryMoments]:
-    inputs, outputs = right_multiply(projection).shape
-    rows = inputs + (projection.bias is not None)
-    return [BoundaryMoments(outputs, projection.weight.device, rows) for _ in range(2)]
-
-
-def _add(
-    moments: list[BoundaryMoments],
-    projection: nn.Module,
-    batch: Batch,
-    regressors: torch.Tensor,
-    aim: torch.Tensor,
-    have: torch.Tensor,
-) -> None:
-    """Adds what is missing, ``aim - have`` ``(B, T, C)``, explained by the projection's input (and a constant)."""
-    for fold in range(2):
-        rows = [r for r, s in enumerate(batch.sequences) if judges(s) == bool(fold)]
-        if rows:
-            mask = batch.mask[rows]
-            x, target = regressors[rows][mask].double(), aim[rows][mask].double()
-            if projection.bias is not None:
-                x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-            moments[fold].add_change(x, target - have[rows][mask].double(), token_weights(target))

@@ -20,8 +20,9 @@ from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.recover import recover
 from ghostexport.recovery.refit.judging import SEQUENCES, STRIDE
-from ghostexport.recovery.refit.streams import SingleBlock, fill, open_streams
-from ghostexport.recovery.refit.walk import _move, _Step, _Walk, steps
+from ghostexport.recovery.refit.parts import SingleBlock
+from ghostexport.recovery.refit.streams import fill, open_streams
+from ghostexport.recovery.refit.walk import _Step, _Walk, steps
 from tests.tiny import tiny
 from tests.unit.recovery.synthetic import least_squares
 
@@ -79,13 +80,13 @@ def opt():
 def test_a_planted_correction_is_recovered(name):
     """A block whose two projections were spoilt learns them back from its own dense self."""
     loaded = models.from_memory(opt() if name == "opt" else tiny(name))
-    step = _Step(3, 3, 0, ("attention_output", "mlp_output"))
+    step = _Step(3, 3, 0)
     with open_streams(loaded, CALIBRATION) as streams:
         walk = _Walk(loaded, CALIBRATION, streams, Execution())
         fill(loaded, CALIBRATION, 3, streams.repaired)
         streams.dense.copy_(streams.repaired)
         walk.depth = 3
-        student = SingleBlock(loaded, 3, "refit")
+        student = SingleBlock(loaded, 3)
         random = torch.Generator().manual_seed(0)
         for projection in (student.attention_output, student.mlp_output):
             noise = torch.randn(projection.weight.shape, generator=random)
@@ -107,7 +108,7 @@ def test_a_planted_correction_is_recovered(name):
 def test_judges_compare_predictions_of_whole_models(name):
     """KL of the judging sequences, block by block, against models changed and run whole; nothing stays changed."""
     loaded = models.from_memory(tiny(name))
-    step = _Step(3, 3, 0, ("attention_output", "mlp_output"))
+    step = _Step(3, 3, 0)
     change = 0.05 * torch.randn(65, 64, generator=torch.Generator().manual_seed(3)).double()
     with open_streams(loaded, CALIBRATION) as streams:
         walk = _Walk(loaded, CALIBRATION, streams, Execution())
@@ -115,9 +116,9 @@ def test_judges_compare_predictions_of_whole_models(name):
         streams.repaired *= 1.5
         fill(loaded, CALIBRATION, 4, streams.dense)
         walk.depth = 4
-        student = SingleBlock(loaded, 3, "refit")
+        student = SingleBlock(loaded, 3)
         found = [walk.look(student, step)]
-        _move(student.attention_output, change)
+        student.part("attention_output").move(change)
         found.append(walk.look(student, step))
     ids, mask = torch.from_numpy(CALIBRATION.tokens[3::4]), torch.from_numpy(CALIBRATION.attention_mask[3::4])
     dense = loaded.model(ids, attention_mask=mask).logits.double().log_softmax(-1)
@@ -277,7 +278,7 @@ def test_steps():
     assert [(s.block, s.teacher, s.boundary) for s in upstream] == [
         (2, 3, 0), (3, 6, 0), (7, 8, 1), (8, 9, 1), (10, 10, 1), (11, 11, 1),
     ]  # fmt: skip
-    assert [s.roles for s in upstream if s.block in (3, 8)] == [("attention_output",)] * 2
+    assert [s.block for s in upstream if not s.whole] == [3, 8]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2"])

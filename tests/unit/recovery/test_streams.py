@@ -7,7 +7,8 @@ import transformers
 
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
-from ghostexport.recovery.refit.streams import SingleBlock, block_calls, go_on, open_streams
+from ghostexport.recovery.refit.parts import SingleBlock
+from ghostexport.recovery.refit.streams import block_calls, go_on, open_streams
 from tests.tiny import CONFIGS, tiny
 
 
@@ -39,7 +40,7 @@ def test_the_inside_of_a_block(name):
     loaded = models.from_memory(tiny(name))
     (batch,) = CalibrationSet.from_tokens(np.arange(3, 33)[None]).batches()
     x = torch.randn(1, 30, 64, generator=torch.Generator().manual_seed(0))
-    block = SingleBlock(loaded, 2, "test")
+    block = SingleBlock(loaded, 2)
     ran = block.run(block_calls(loaded, batch)[2], x)
     middle = x + block.attention_output(ran.context)
     if ran.mid is not None:
