@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from ghostexport.errors import RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
-from ghostexport.recipe import Recipe
+from ghostexport.recipe import BEST, Recipe, base_operator
 from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -61,11 +61,13 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     """Chooses the spans to remove, or takes the ones in the recipe; may gather what ``recover`` needs on the way."""
     from ghostexport import calibration
     from ghostexport.recovery import gathered_file
+    from ghostexport.recovery.recover import require_operators
     from ghostexport.selection.choosing import select_and_gather
 
     folder.statistics_path.unlink(missing_ok=True)
     loaded = _loaded(recipe, execution)
     drawn, _ = calibration.load(folder.calibration_path)
+    require_operators(loaded, recipe.recover, recipe.select.spans, drawn)
     plan, gathered = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
     if folder.checkpoints_path.exists():  # of an earlier plan, or of another model
         shutil.rmtree(folder.checkpoints_path)
@@ -207,7 +209,7 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
     """Runs ``goal`` and every stage it needs that is not current.
 
     Args:
-        recipe: what to do; written to ``recipe.yaml`` with all defaults, the runtimes resolved.
+        recipe: what to do; written to ``recipe.yaml`` with all defaults, the runtimes and ``best`` resolved.
         folder: where.
         execution: how.
         goal: name of the last stage wanted.
@@ -216,7 +218,7 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
         GhostExportError: any of :mod:`ghostexport.errors`; finished stages are kept.
     """
     execution = execution or Execution()
-    recipe = _resolved(recipe, execution)
+    recipe = _resolved(recipe, execution, goal)
     with folder.lock():
         write_bytes(folder.recipe_path, recipe.to_yaml().encode())
         for stage in _wanted(goal):
@@ -281,8 +283,15 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _resolved(recipe: Recipe, execution: Execution) -> Recipe:
+def _resolved(recipe: Recipe, execution: Execution, goal: str) -> Recipe:
     recipe.select.require_removal()
+    if BEST in map(base_operator, recipe.recover.operators) and goal not in ("calibrate", "export"):
+        from ghostexport.recovery.recover import resolve_best
+
+        cuts = None if recipe.select.spans is None else [start for start, _ in recipe.select.spans]
+        loaded, sequences = _loaded(recipe, execution), recipe.calibration.sequences
+        section = resolve_best(recipe.recover, loaded, cuts, sequences, execution)
+        recipe = recipe.model_copy(update={"recover": section})
     if recipe.build.runtimes:
         return recipe
     from ghostexport import runtimes

@@ -43,10 +43,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", _GQA),
 }
 
+#: Shapes of blocks beside those: multipliers, additions in place, parallel blocks, experts, transposed inner norms.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("GraniteConfig", _GQA | {"residual_multiplier": 0.22}),
+    "falcon": ("FalconConfig", _COMMON | {"parallel_attn": False, "alibi": False, "bias": False}),
+    "falcon-parallel": ("FalconConfig", _COMMON | {"parallel_attn": True, "alibi": False, "bias": False}),
+    "cohere": ("CohereConfig", _GQA),
+    "persimmon": ("PersimmonConfig", _COMMON),
+    "mixtral": ("MixtralConfig", _GQA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        _GQA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]},
+    ),
+}
+
 
 def tiny(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Builds the tiny model ``name`` of :data:`CONFIGS` in float32, evaluation mode, weights from ``seed``."""
-    config_class, values = CONFIGS[name]
+    """Builds the tiny model ``name`` of :data:`CONFIGS` or :data:`SHAPES`, float32, evaluation mode, from ``seed``."""
+    config_class, values = (CONFIGS | SHAPES)[name]
     config = getattr(transformers, config_class)(**(values | overrides))
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -109,13 +109,15 @@ def best_operator(loaded: LoadedModel, cuts: Sequence[int] | None, sequences: in
     last = range(loaded.num_blocks) if cuts is None else [cut - 1 for cut in cuts if cut]
     try:
         for block in last:
-            if why := why_not_split(found[block]):
+            anatomy = found[block]
+            why = why_not_split(anatomy) if anatomy else "adds what cannot be told apart"
+            if why:
                 return f"ghost-weighted{REFIT}", f"not ghost-split: block {block} {why}"
         for block in [*last][:1]:
             last_kept(loaded, block, "ghost-split")
     except RecoveryError:
         return f"ghost-weighted{REFIT}", "not ghost-split: its MLP flattens the tokens"
-    return f"ghost-split{REFIT}", "the best closed form applies"
+    return f"ghost-split{REFIT}", "the best closed form, and it applies"
 
 
 def resolve_best(
@@ -186,11 +188,11 @@ def require_operators(
     _require_known(section)
     if spans is not None:
         _require_applicable(loaded, PrunePlan.from_spans(loaded.num_blocks, spans), calibration, section)
-    elif loaded.num_blocks > 2:  # one run in the middle stands for any: blocks mostly are alike
-        middle = loaded.num_blocks // 2
-        _require_applicable(
-            loaded, PrunePlan.from_spans(loaded.num_blocks, [(middle, middle + 1)]), calibration, section
-        )
+        return
+    found = anatomies(loaded, range(loaded.num_blocks - 1))  # one block behind the most promising one stands for any
+    cut = next((b + 1 for b, anatomy in found.items() if anatomy and not why_not_split(anatomy)), len(found))
+    if cut:
+        _require_applicable(loaded, PrunePlan.from_spans(loaded.num_blocks, [(cut, cut + 1)]), calibration, section)
 
 
 def _gathered_kinds(section: RecoverSection) -> dict[str, Kind]:

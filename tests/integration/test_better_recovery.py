@@ -23,7 +23,7 @@ def test_words_resolve_to_operators():
         recipe = parse_recipe(MODEL | {"recover": {"quality": word, "operators": ["ghost-zero"]}})
         assert recipe.recover.operators == operators
         assert parse_recipe(json.loads(recipe.model_dump_json())) == recipe
-        assert f"{word} ({operators[0]}" in FLAGS["quality"].help
+        assert f"{word} (" in FLAGS["quality"].help
     assert QUALITIES["paper"] == ("ghost",)
     recipe = parse_recipe(MODEL | {"recover": {"operators": ["ghost", "ghost-zero+refit"], "refit_downstream": True}})
     assert recipe.recover.operators == ("ghost+refit", "ghost-zero+refit")

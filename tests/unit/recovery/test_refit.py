@@ -282,11 +282,11 @@ def test_steps():
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2"])
-@pytest.mark.parametrize("kind", ["ghost-split", "ghost-zero", "ghost-weighted+refit"])
-def test_post_norm_models_are_refused(name, kind):
-    with pytest.raises(RecoveryError, match="a norm stands between") as refusal:
+@pytest.mark.parametrize("kind", ["ghost-split", "ghost-zero"])
+def test_post_norm_models_have_no_split(name, kind):
+    with pytest.raises(RecoveryError, match="has a norm between its MLP's projection") as refusal:
         recovered(models.from_memory(tiny(name)), [[2, 4]], kind)
-    assert refusal.value.message.startswith(f"{kind} does not apply to") and "without +refit" in refusal.value.remedy
+    assert refusal.value.message.startswith(f"{kind} does not apply to") and "ghost-weighted" in refusal.value.remedy
 
 
 def test_what_does_not_apply_says_so():
@@ -295,11 +295,23 @@ def test_what_does_not_apply_says_so():
         with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} does not apply.*attention and MLP"):
             recovered(neox, [[2, 4]], kind)
     llama = models.from_memory(tiny("llama"))
-    for kind in ("ghost-split", "ghost-split+refit"):
+    for kind in ("ghost-zero", "replaceme-cosine"):
         with pytest.raises(RecoveryError, match=rf"^{re.escape(kind)} needs a kept block.*block 0 is removed"):
             recovered(llama, [[0, 2]], kind)
     with pytest.raises(RecoveryError, match="folded into the weights that a refit replaces"):
         recovered(llama, [[2, 4]], "prune-and-comp+refit")
+
+
+@pytest.mark.parametrize("suffix", ["", "+refit"])
+def test_a_split_of_the_first_blocks_is_ghost_weighted(suffix):
+    """Nothing is kept before the cut: there is no down-projection to solve together with the map."""
+    loaded = models.from_memory(tiny("llama"))
+    split = recovered(loaded, [[0, 2], [3, 4]], f"ghost-split{suffix}")[1].operators
+    weighted = recovered(loaded, [[0, 2], [3, 4]], f"ghost-weighted{suffix}")[1].operators
+    assert (split[0].kind, split[0].site, split[1].kind, split[1].site) == (
+        "ghost-weighted", "boundary", "ghost-split", "mid",
+    )  # fmt: skip
+    np.testing.assert_array_equal(split[0].delta, weighted[0].delta)
 
 
 def test_refusals_come_before_anything_is_measured(monkeypatch):
@@ -312,7 +324,7 @@ def test_refusals_come_before_anything_is_measured(monkeypatch):
             recover(models.from_memory(tiny("llama")), plan, few, HELD_OUT, section)
     with pytest.raises(RecoveryError, match="Rank 65 exceeds the hidden size 64"):
         recovered(models.from_memory(tiny("llama")), [[2, 4]], "ghost", rank=65)
-    for name, kind in (("gpt-neox", "ghost-split+refit"), ("gemma2", "none+refit")):
+    for name, kind in (("gpt-neox", "ghost-split+refit"), ("gemma2", "ghost-zero+refit")):
         with pytest.raises(RecoveryError):
             loaded = models.from_memory(tiny(name))
             section = RecoverSection(operators=("ghost", kind))
