@@ -98,6 +98,35 @@ def test_folded_weights_with_biases_and_in_half_precision(fitted, tmp_path, name
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("gemma3", {"attention_gain", "attention_output", "mlp_gain", "mlp_output"}),
+        ("olmo2", {"attention_gain", "attention_output", "mlp_gain", "mlp_output"}),
+        ("granite", {"attention_output", "mlp_output"}),
+        ("falcon-parallel", {"attention_output", "mlp_output"}),
+        ("mixtral", {"attention_output"}),
+    ],
+)
+def test_the_best_of_every_shape_of_block(fitted, tmp_path, name, roles):
+    """Gains of norms, multipliers, parallel blocks, attention beside experts: in the graph as in the model."""
+    case, loaded, sets = fitted(name, ("best",))
+    ((kind, operators),) = sets.items()
+    assert kind == ("ghost-split+refit" if name == "granite" else "ghost-weighted+refit")
+    assert {fold.role for fold in folds(operators)} <= roles
+    factor = np.random.default_rng(0).uniform(0.7, 1.4, 64).astype(np.float32)
+    if "mlp_gain" in roles:  # also where the judges of a random model keep one
+        *others, last = operators.operators
+        kept = tuple(fold for fold in last.folds if (fold.block, fold.role) != (5, "mlp_gain"))
+        last = replace(last, folds=(*kept, WeightFold(5, "mlp_gain", factor)))
+        operators = replace(operators, operators=(*others, last))
+    operate(case.path, PLAN, operators, tmp_path / "best.onnx")
+    operate(case.path, PLAN, None, tmp_path / "pruned.onnx")
+    assert verify(models.patch(loaded, PLAN, operators).model, tmp_path / "best.onnx", kind).worst_relative < 1e-4
+    assert count_nodes(tmp_path / "best.onnx") == count_nodes(tmp_path / "pruned.onnx") + 2 * 2
+
+
+@pytest.mark.slow
 def test_low_rank_and_cross_validated(fitted, tmp_path):
     kinds = ("ghost-weighted", "ghost-split")
     case, loaded, sets = fitted("llama", kinds, rank=8, ridge="cv")
