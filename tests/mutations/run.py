@@ -141,6 +141,8 @@ def passes(tests: str, copy: Path, times: int = 1) -> tuple[bool, str]:
         process.kill()
         process.join()
         return False, "FAILED it::takes too long"
+    if process.exitcode < 0:
+        return False, "FAILED it::crashes"
     text = said.read_text(encoding="utf-8")
     if process.exitcode not in (0, 1, 2):
         raise SystemExit(f"{tests} could not be run:\n{text}")
