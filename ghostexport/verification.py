@@ -1,7 +1,9 @@
 """Parity: the same tokens through a PyTorch model and an ONNX graph, every output compared.
 
 Four feeds, batch 2: a short and a long prefill (past 0), and one decode step after each, on each side's own cache. The
-short prefill has a padded row. Sequences are random ids from a fixed seed unless given.
+short prefill has a padded row. A model with a sliding window (or attention chunks) that these do not leave gets two
+more: the end of a prefill that is longer than it, fed in parts, and a decode step there. Sequences are random ids from
+a fixed seed unless given.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.runtimes.ort.ort_session import OrtSession
 
 SHORT, LONG = 7, 24
+PART = 64  # tokens of a prefill at once: logits of a whole window can be gigabytes
+FARTHEST = 1024  # windows up to here are left: 4,096 tokens through a 7B model on a CPU take longer than its export
 PADDING = 2  # tokens of left padding in row 1 of the short prefill
 
 
@@ -125,7 +129,7 @@ def verify(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.i
         model: the Hugging Face model that was changed as the graph was.
         graph: ONNX decoder.
         variant: name for the report.
-        tokens: ``(2, >= 25)`` token ids to use instead of random ones.
+        tokens: ``(2, >= 25)`` token ids to use instead of random ones; repeated where a feed is longer.
 
     Raises:
         ParityError: an output differs by more than the tolerance; names output, metric and tolerance.
@@ -162,6 +166,9 @@ def compare(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.
     else:
         outputs = _compare_all(model, graph, tokens, TOLERANCES[dtype])
         computed_in, note = dtype, ""
+    window = _window(model)
+    if window > FARTHEST:
+        note = f"{note} The window of {window} tokens was not left.".strip()
     first = next((output for output in outputs if not output.passed), None)
     return ParityReport(reference, candidate, dtype, computed_in, TOLERANCES[computed_in], outputs, first, note)
 
@@ -179,16 +186,33 @@ def _feeds(
 ) -> Iterator[tuple[str, dict[str, NDArray[Any]], dict[str, NDArray[Any]]]]:
     """Yields feed name, reference outputs and candidate outputs, padding positions taken out."""
     by_block = sorted((present for _, present in candidate.kv), key=_depth)
-    for length, padding in ((SHORT, PADDING), (LONG, 0)):
+    lengths = [(SHORT, PADDING), (LONG, 0)]
+    window = _window(model)
+    if LONG <= window <= FARTHEST:
+        lengths.append((window + LONG, 0))
+    for length, padding in lengths:
         mask = np.ones((2, length + 1), np.int64)
         mask[1, :padding] = 0
         torch_cache, cache = None, candidate.new_cache(2)
-        for start, stop, feed in ((0, length, f"prefill {length}"), (length, length + 1, f"decode {length}+1")):
-            ids, attended = tokens[:, start:stop], mask[:, :stop]
+        sequences = np.tile(tokens, -(-(length + 1) // tokens.shape[1]))
+        parts = [(start, min(start + PART, length), "") for start in range(0, length, PART)]
+        parts[-1] = (*parts[-1][:2], f"prefill {length}")
+        for start, stop, feed in (*parts, (length, length + 1, f"decode {length}+1")):
+            ids, attended = sequences[:, start:stop], mask[:, :stop]
             logits, torch_cache = _torch_step(model, ids, torch_cache, attended)
             outputs, cache = candidate.outputs(ids, cache, attended)
-            expected = dict(zip(by_block, _flat(torch_cache), strict=True)) | {"logits": logits}
-            yield feed, *_without_padding(expected, outputs, attended)
+            if feed:
+                expected = dict(zip(by_block, _flat(torch_cache), strict=True)) | {"logits": logits}
+                yield feed, *_without_padding(expected, outputs, attended)
+
+
+def _window(model: Any) -> int:
+    """Tokens that the model's local attention reaches back; 0 when every block sees everything."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    if kinds <= {"full_attention"}:
+        return 0
+    return int(getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0)
 
 
 def _torch_step(model: Any, ids: NDArray[np.int64], cache: Any, mask: NDArray[np.int64]) -> tuple[NDArray[Any], Any]:

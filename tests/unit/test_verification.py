@@ -7,7 +7,8 @@ import torch
 
 from ghostexport.errors import ParityError
 from ghostexport.runtimes.ort.onnxruntime import open_graph
-from ghostexport.verification import LONG, SHORT, TOLERANCES, compare, verify
+from ghostexport.verification import FARTHEST, LONG, SHORT, TOLERANCES, compare, verify
+from tests.tiny import tiny
 
 # float32 round-off of both sides; a tenth of the tolerance
 ROUND_OFF = TOLERANCES["float32"].relative / 10
@@ -40,6 +41,18 @@ def test_every_output_of_four_feeds_is_compared(llama):
     feeds = (f"prefill {SHORT}", f"decode {SHORT}+1", f"prefill {LONG}", f"decode {LONG}+1")
     assert [(row.feed, row.output) for row in report.outputs] == [(f, n) for f in feeds for n in [*names, "logits"]]
     assert [row.kl is not None for row in report.outputs] == [row.output == "logits" for row in report.outputs]
+
+
+def test_a_window_that_the_short_feeds_do_not_leave_is_left(exported):
+    case = exported("gemma3", sliding_window=70, num_hidden_layers=2)
+    report = verify(case.model, case.path)
+    far = (f"prefill {70 + LONG}", f"decode {70 + LONG}+1")
+    assert list(dict.fromkeys(row.feed for row in report.outputs))[4:] == list(far)
+    assert report.worst_relative < ROUND_OFF
+    other = tiny("gemma3", sliding_window=69, num_hidden_layers=2)  # the same weights
+    assert compare(other, case.path).first_divergence.feed == f"prefill {69 + LONG}"
+    farthest = tiny("gemma3", sliding_window=FARTHEST + 1, num_hidden_layers=2)
+    assert f"The window of {FARTHEST + 1} tokens was not left" in compare(farthest, case.path).note
 
 
 def test_the_first_difference_in_depth_is_named(llama):
