@@ -39,6 +39,7 @@ Plan = Annotated[str | None, typer.Option(help="Spans to remove: [[10, 17]] half
 TimingCache = Annotated[
     Path | None, typer.Option("--timing-cache", help="TensorRT: file of kernel timings that builds read and extend.")
 ]
+To = Annotated[str | None, typer.Option("--to", help="engine, or checkpoint: of folded operators, nothing exported.")]
 KVPattern = Annotated[
     list[str] | None,
     typer.Option(help="Names of KV inputs or outputs, such as cache_k_{}; {2b}, {2b+1} count tensors. Repeatable."),
@@ -51,6 +52,8 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
     flags = {flag: entry for flag, entry in FLAGS.items() if entry.section in sections}
 
     def command(**values: Any) -> None:
+        from ghostexport.recipe import require_name
+
         given: dict[str, dict[str, Any]] = {}
         for flag, entry in flags.items():
             given.setdefault(entry.section, {})[entry.key] = entry.read(values[flag])
@@ -59,19 +62,21 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
         if values.get("plan") is not None:
             given["select"]["spans"] = _spans(values["plan"])
         if values.get("compat") is not None:
-            from ghostexport.recipe import require_name
-
             require_name(values["compat"], COMPAT, "repository")
             given = _merged(COMPAT[values["compat"]], given)
+        last = goal
+        if values.get("to") is not None:
+            ends = {"engine": goal, "checkpoint": "checkpoint"}
+            last = ends[require_name(values["to"], ends, "goal")]
         how = {"device": values["device"], "timing_cache": values.get("timing_cache")}
-        _run_to(goal, values["target"], values["output"], values["recipe"], given, **how)
+        _run_to(last, values["target"], values["output"], values["recipe"], given, **how)
 
     own: dict[str, tuple[Any, Any]] = {"target": (Target, ...), "output": (Output, None)}
     own |= {"plan": (Plan, None)} if "select" in sections else {}
     own |= {"compat": (Compat, None)} if {"calibration", "select"} <= set(sections) else {}
     own |= {flag: (entry.annotation(flag), None) for flag, entry in flags.items()}
     own |= {"recipe": (RecipeFile, None), "device": (Device, "auto")}
-    own |= {"timing_cache": (TimingCache, None)} if goal == "build" else {}
+    own |= {"timing_cache": (TimingCache, None), "to": (To, None)} if goal == "build" else {}
     command.__annotations__ = {name: annotation for name, (annotation, _) in own.items()}
     command.__signature__ = python_inspect.Signature(  # type: ignore[attr-defined]
         [

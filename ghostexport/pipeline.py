@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ghostexport.errors import RunFolderError
+from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
-from ghostexport.recipe import BEST, Recipe, base_operator
+from ghostexport.recipe import BEST, REFIT, Recipe, base_operator
 from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -61,13 +61,11 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     """Chooses the spans to remove, or takes the ones in the recipe; may gather what ``recover`` needs on the way."""
     from ghostexport import calibration
     from ghostexport.recovery import gathered_file
-    from ghostexport.recovery.recover import require_operators
     from ghostexport.selection.choosing import select_and_gather
 
     folder.statistics_path.unlink(missing_ok=True)
     loaded = _loaded(recipe, execution)
     drawn, _ = calibration.load(folder.calibration_path)
-    require_operators(loaded, recipe.recover, recipe.select.spans, drawn)
     plan, gathered = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
     if folder.checkpoints_path.exists():  # of an earlier plan, or of another model
         shutil.rmtree(folder.checkpoints_path)
@@ -205,6 +203,10 @@ STAGES = (
 )
 
 
+#: Goal beside the stages: `recover` writes a folded variant as a checkpoint.
+CHECKPOINT = "checkpoint"
+
+
 def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, goal: str = "build") -> None:
     """Runs ``goal`` and every stage it needs that is not current.
 
@@ -212,7 +214,7 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
         recipe: what to do; written to ``recipe.yaml`` with all defaults, the runtimes and ``best`` resolved.
         folder: where.
         execution: how.
-        goal: name of the last stage wanted.
+        goal: name of the last stage wanted, or ``checkpoint``: every variant an ordinary checkpoint, nothing exported.
 
     Raises:
         GhostExportError: any of :mod:`ghostexport.errors`; finished stages are kept.
@@ -221,14 +223,64 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
     recipe = _resolved(recipe, execution, goal)
     with folder.lock():
         write_bytes(folder.recipe_path, recipe.to_yaml().encode())
-        for stage in _wanted(goal):
+        wanted = _wanted(goal)
+        early = [stage for stage in wanted if stage.name in ("calibrate", "select")]
+        if len(early) == 2 and not all(_is_current(stage, folder, recipe, execution) for stage in early):
+            preflight(recipe, execution, goal)
+        for stage in wanted:
             _run_stage(stage, folder, recipe, execution)
 
 
-def _run_stage(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> None:
+def preflight(recipe: Recipe, execution: Execution, goal: str) -> None:
+    """Refuses, before a token is drawn, what a stage on the way to ``goal`` would refuse of this model and machine.
+
+    Raises:
+        GhostExportError: as that stage; the message says what works instead.
+    """
+    from ghostexport.recovery.recover import require_operators
+
+    names = {stage.name for stage in _wanted(goal)}
+    if goal == CHECKPOINT:
+        _require_folded(recipe)
+    if "build" in names:
+        from ghostexport import runtimes
+
+        for name in recipe.build.runtimes:
+            runtimes.require_buildable(name, recipe.build)
+    loaded = _loaded(recipe, execution)
+    require_operators(loaded, recipe.recover, recipe.select.spans, recipe.calibration.sequences)
+    if "export" in names:
+        from ghostexport import exporters
+
+        exporters.require_exportable(loaded.model, recipe.export.exporter)
+
+
+def _require_folded(recipe: Recipe) -> None:
+    from ghostexport.recovery.registry import OPERATORS
+
+    adding = [name for name in recipe.recover.operators if not OPERATORS[base_operator(name)].folded]
+    if adding:
+        raise RecipeError(
+            f"{', '.join(adding)} adds a node at the cut, which no checkpoint of transformers holds.",
+            f"Give --operator ghost-zero{REFIT} (best), or another of: "
+            f"{', '.join(name for name, kind in OPERATORS.items() if kind.folded)}.",
+        )
+
+
+def _is_current(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> bool:
+    return folder.is_current(stage.name, *_depends_on(stage, folder, recipe, execution))
+
+
+def _depends_on(
+    stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution
+) -> tuple[str, list[Path], dict[str, str]]:
+    """Hash of the stage's sections, the files it reads, and the versions of its packages."""
     sections = recipe.section_sha256(stage.sections)
-    inputs = _inputs(stage, folder, recipe, execution)
-    versions = _versions(stage.packages)
+    return sections, _inputs(stage, folder, recipe, execution), _versions(stage.packages)
+
+
+def _run_stage(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> None:
+    sections, inputs, versions = _depends_on(stage, folder, recipe, execution)
     if folder.is_current(stage.name, sections, inputs, versions):
         execution.say(f"{stage.name}: current, kept")
         return
@@ -242,7 +294,7 @@ def _run_stage(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execu
 def _wanted(goal: str) -> list[Stage]:
     by_name = {stage.name: stage for stage in STAGES}
     wanted: set[str] = set()
-    frontier = [goal]
+    frontier = ["recover" if goal == CHECKPOINT else goal]
     while frontier:
         name = frontier.pop()
         wanted.add(name)

@@ -77,7 +77,7 @@ def recover(
     for tokens in (calibration, held_out):
         tokens.require_fits(loaded.vocab_size, loaded.max_length)
     calibration.require_tokens_for(loaded.hidden_size, execution)
-    _require_applicable(loaded, plan, calibration, section)
+    _require_applicable(loaded, plan, len(calibration), section)
     say_unused(section, execution)
     fitted = _fit(loaded, plan, calibration, held_out, section, execution, gathered)
     for name in fitted:
@@ -152,10 +152,8 @@ def _require_known(section: RecoverSection) -> None:
             raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
 
 
-def _require_applicable(
-    loaded: LoadedModel, plan: PrunePlan, calibration: CalibrationSet, section: RecoverSection
-) -> None:
-    """Refuses, before any pass, what one of the operators cannot do on this model, plan or calibration set."""
+def _require_applicable(loaded: LoadedModel, plan: PrunePlan, sequences: int, section: RecoverSection) -> None:
+    """Refuses, before any pass, what one of the operators cannot do on this model, plan or calibration set's size."""
     if section.rank is not None and section.rank > loaded.hidden_size:
         raise RecoveryError(
             f"Rank {section.rank} exceeds the hidden size {loaded.hidden_size}.", "Choose a smaller --rank."
@@ -164,7 +162,7 @@ def _require_applicable(
     for check in {kind.check for kind in kinds.values()} - {None}:
         function(check or "")(loaded, plan)
     for name, kind in kinds.items():
-        if (name.endswith(REFIT) or "last-block" in kind.needs) and len(calibration) < JUDGES:
+        if (name.endswith(REFIT) or "last-block" in kind.needs) and sequences < JUDGES:
             raise RecoveryError(
                 f"{name} needs at least {JUDGES} calibration sequences, one of which judges.", "Use more --sequences."
             )
@@ -178,7 +176,7 @@ def _require_applicable(
 
 
 def require_operators(
-    loaded: LoadedModel, section: RecoverSection, spans: Sequence[tuple[int, int]] | None, calibration: CalibrationSet
+    loaded: LoadedModel, section: RecoverSection, spans: Sequence[tuple[int, int]] | None, sequences: int
 ) -> None:
     """Refuses what does not apply to a model, as :func:`recover` does, before it is known which blocks go.
 
@@ -187,12 +185,12 @@ def require_operators(
     """
     _require_known(section)
     if spans is not None:
-        _require_applicable(loaded, PrunePlan.from_spans(loaded.num_blocks, spans), calibration, section)
+        _require_applicable(loaded, PrunePlan.from_spans(loaded.num_blocks, spans), sequences, section)
         return
     found = anatomies(loaded, range(loaded.num_blocks - 1))  # one block behind the most promising one stands for any
     cut = next((b + 1 for b, anatomy in found.items() if anatomy and not why_not_split(anatomy)), len(found))
     if cut:
-        _require_applicable(loaded, PrunePlan.from_spans(loaded.num_blocks, [(cut, cut + 1)]), calibration, section)
+        _require_applicable(loaded, PrunePlan.from_spans(loaded.num_blocks, [(cut, cut + 1)]), sequences, section)
 
 
 def _gathered_kinds(section: RecoverSection) -> dict[str, Kind]:

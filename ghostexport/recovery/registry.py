@@ -30,6 +30,7 @@ class Kind:
         trains_inside: that training reads the inside of the last kept block.
         ranked: its matrix can be of a lower rank.
         first: also where it reads the inside of the last kept block, it applies to a cut before which nothing is kept.
+        folded: it adds nothing at the cut and only changes kept weights: its variant is an ordinary checkpoint.
     """
 
     fit: str
@@ -40,6 +41,7 @@ class Kind:
     trains_inside: bool = False
     ranked: bool = False
     first: bool = False
+    folded: bool = False
 
     @property
     def inside(self) -> bool:
@@ -52,6 +54,7 @@ _HADAMARD: frozenset[Basis] = frozenset({"hadamard"})
 _WEIGHTED: frozenset[Need] = frozenset({"weighted"})
 _LAST_BLOCK: frozenset[Need] = frozenset({"last-block"})
 _MLP_OUTPUT: frozenset[Need] = frozenset({"mlp-output"})
+_SCALABLE = "fits.magnitudes:require_scalable"
 _DISTIL = "trained.distilled:distil"
 
 OPERATORS: dict[str, Kind] = {
@@ -61,11 +64,13 @@ OPERATORS: dict[str, Kind] = {
     "ghost-weighted": Kind("fits.least_squares:fit_weighted", needs=_WEIGHTED, ranked=True),
     "ghost-affine": Kind("fits.least_squares:fit_affine", ranked=True),
     "ghost-split": Kind("fits.down_projection:fit_split", needs=_LAST_BLOCK | _WEIGHTED, ranked=True, first=True),
-    "ghost-zero": Kind("fits.down_projection:fit_zero", needs=_LAST_BLOCK),
-    "none": Kind("fits.least_squares:fit_none"),
-    "prune-and-comp": Kind("fits.magnitudes:fit_scale", bases=_IDENTITY, check="fits.magnitudes:require_scalable"),
-    "replaceme-lstsq": Kind("fits.down_projection:fit_replaceme", needs=_MLP_OUTPUT),
-    "replaceme-cosine": Kind("fits.least_squares:fit_none", train="trained.cosine:train_cosine", trains_inside=True),
+    "ghost-zero": Kind("fits.down_projection:fit_zero", needs=_LAST_BLOCK, folded=True),
+    "none": Kind("fits.least_squares:fit_none", folded=True),
+    "prune-and-comp": Kind("fits.magnitudes:fit_scale", bases=_IDENTITY, check=_SCALABLE, folded=True),
+    "replaceme-lstsq": Kind("fits.down_projection:fit_replaceme", needs=_MLP_OUTPUT, folded=True),
+    "replaceme-cosine": Kind(
+        "fits.least_squares:fit_none", train="trained.cosine:train_cosine", trains_inside=True, folded=True
+    ),
     "streamline-ffn": Kind("fits.least_squares:fit_none", train="trained.ffn:train_network"),
     "linearpatch-distilled": Kind("fits.magnitudes:fit_rotate", bases=_HADAMARD, train=_DISTIL),
     "ghost-distilled": Kind("fits.least_squares:fit_ghost", train=_DISTIL),

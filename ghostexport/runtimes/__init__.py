@@ -9,6 +9,7 @@ from ghostexport.execution import Execution
 from ghostexport.operators import load_operators
 from ghostexport.recipe import BuildSection, require_name
 from ghostexport.runtimes.base import EngineFile, Runtime, Session
+from ghostexport.runtimes.building import refuse_foreign
 from ghostexport.runtimes.interface import read_interface
 from ghostexport.runtimes.nvinfer.flavours import TensorRT, TensorRTRTX
 from ghostexport.runtimes.ort.onnxruntime import OnnxRuntime
@@ -66,6 +67,20 @@ def current_engine(runtime: Runtime, graph: Path, target: Path, settings: BuildS
 def engine_path(graph: Path, runtime: str) -> Path:
     """Where an engine of a graph outside a run folder goes, without its suffix."""
     return graph.parent / "engines" / runtime / graph.stem
+
+
+def require_buildable(name: str, settings: BuildSection) -> None:
+    """Refuses before any work what a runtime cannot build here.
+
+    Raises:
+        RecipeError: unknown runtime, or a setting that it does not support.
+        RuntimeUnavailableError: it cannot build on this machine.
+    """
+    runtime = RUNTIMES[require_name(name, RUNTIMES, "runtime")]
+    refuse_foreign(name, settings)
+    found = runtime.availability()
+    if not found.build:
+        raise RuntimeUnavailableError(f"{name} cannot build engines here.", found.reason)
 
 
 def build_engine(

@@ -11,6 +11,7 @@ import transformers
 
 import ghostexport as gx
 from ghostexport.errors import ExportError, ParityError, RecipeError, RecoveryError, RunFolderError
+from ghostexport.recovery.registry import OPERATORS
 from tests.tiny import tiny_folder
 
 CALIBRATION = {"sequences": 8, "length": 64, "held_out_sequences": 4}
@@ -158,3 +159,46 @@ def test_tokens_at_hand_take_the_place_of_drawn_ones(made):
     assert gx.select(model, own, prune=2) == gx.select(model, own.calibration, prune=2) == plan
     again = gx.recover(model, plan, own, "ghost")
     np.testing.assert_array_equal(again.operators[0].delta, made[3]["ghost"].operators[0].delta)
+
+
+@pytest.mark.parametrize(
+    ("sections", "goal", "says"),
+    [
+        (
+            {"recover": {"operators": ["ghost", "ghost-zero"]}},
+            "checkpoint",
+            r"ghost adds a node.*\n.*ghost-zero\+",
+        ),
+        ({"select": {"spans": [[4, 9]]}}, "recover", "6 decoder blocks"),
+        ({"build": {"runtimes": ["onnxruntime"], "profiles": "split"}}, "build", "build.profiles"),
+        ({"build": {"runtimes": ["tensorrt"]}}, "build", "tensorrt cannot build engines here"),
+    ],
+)
+def test_what_a_later_stage_would_refuse_is_refused_before_calibration(folder, tmp_path, sections, goal, says):
+    recipe = gx.parse_recipe({"model": {"source": str(folder)}, "select": {"prune": 2}} | sections)
+    run = gx.RunFolder(tmp_path / "run")
+    with pytest.raises(gx.GhostExportError, match=says):
+        gx.run(recipe, run, gx.Execution(device="cpu"), goal=goal)
+    assert not run.calibration_path.exists() and run.manifest()["stages"] == {}
+
+
+def test_the_goal_checkpoint_writes_ordinary_checkpoints_and_exports_nothing(folder, tmp_path):
+    sections = {"source": str(folder)}, {"source": "demo", **CALIBRATION}, {"operators": ["ghost-zero+refit", "none"]}
+    recipe = gx.parse_recipe(
+        dict(zip(("model", "calibration", "recover"), sections, strict=True)) | {"select": {"prune": 2}}
+    )
+    run = gx.RunFolder(tmp_path / "run")
+    gx.run(recipe, run, gx.Execution(device="cpu"), goal="checkpoint")
+    for name in recipe.recover.operators:
+        plain = transformers.AutoModelForCausalLM.from_pretrained(run.checkpoints_path / name)
+        assert plain.config.num_hidden_layers == 4
+    assert not run.graph_path("dense").exists()
+
+
+def test_the_table_says_which_kinds_only_change_kept_weights(made):
+    model, tokens, plan, _ = made
+    closed = [name for name, kind in OPERATORS.items() if kind.train is None]
+    found = gx.recover(model, plan, tokens, closed)
+    assert {name: not operators.adds_nodes for name, operators in found.items()} == {
+        name: OPERATORS[name].folded for name in closed
+    }

@@ -103,7 +103,7 @@ def test_best_is_the_best_that_applies(name, expected, why):
     loaded, said = models.from_memory(tiny(name)), []
     assert best_operator(loaded, None, 48)[0] == expected
     section = RecoverSection(operators=("best", expected))
-    require_operators(loaded, RecoverSection(operators=(expected,)), None, CALIBRATION)
+    require_operators(loaded, RecoverSection(operators=(expected,)), None, len(CALIBRATION))
     plan = PrunePlan.from_spans(6, [[2, 4]])
     if name == "qwen3-moe":  # the plan says that block 1 is the last kept one, and that is no mixture
         expected, why = "ghost-split+refit", "applies"
