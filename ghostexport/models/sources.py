@@ -114,11 +114,11 @@ def _from_hub(repo: str, revision: str | None, execution: Execution) -> Path:
     try:
         try:
             names = HfApi().list_repo_files(repo, revision=revision)
-        except (HfHubHTTPError, OSError) as error:  # no network: what was fetched before serves
+        except Exception as error:  # no network, in whatever class the client says so: what was fetched before serves
             try:
                 return Path(snapshot_download(repo, revision=revision, local_files_only=True))
             except LocalEntryNotFoundError:
-                raise error from None
+                raise OSError(str(error)) from error
         if "config.json" in names or "adapter_config.json" in names:
             return Path(snapshot_download(repo, revision=revision, allow_patterns=hub_files(names)))
         gguf = _only_gguf(sorted(Path(name) for name in names if name.endswith(".gguf")), repo)
