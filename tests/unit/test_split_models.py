@@ -10,6 +10,7 @@ from ghostexport.errors import ModelLayoutError
 from ghostexport.execution import Execution
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection, SelectSection
+from ghostexport.recovery.recover import recover
 from ghostexport.selection.choosing import select
 from tests.tiny import tiny_folder
 
@@ -31,8 +32,8 @@ def test_the_same_plan_and_operators_as_in_memory(tmp_path):
         loaded.append(models.load_model(folder, "float32", execution))
         section = SelectSection(criterion="streamline", prune=2)
         plans.append(select(loaded[-1], windows(0), section, execution))
-        recover = RecoverSection(operators=OPERATORS)
-        sets.append(recover(loaded[-1], plans[-1], windows(0), windows(1, 3), recover, execution))
+        wanted = RecoverSection(operators=OPERATORS)
+        sets.append(recover(loaded[-1], plans[-1], windows(0), windows(1, 3), wanted, execution))
     offloaded = loaded[1].model
     assert "disk" in offloaded.hf_device_map.values() and any(p.is_meta for p in offloaded.parameters())
     assert plans[0].removed == plans[1].removed

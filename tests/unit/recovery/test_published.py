@@ -110,7 +110,7 @@ def test_replaceme_is_least_squares_on_the_mlp_output(name, place, ridge):
 def test_replaceme_refusals():
     plan = PrunePlan.from_spans(6, PLANS["middle"])
     for name in ("gemma2", "olmo2"):
-        with pytest.raises(RecoveryError, match="a norm stands between"):
+        with pytest.raises(RecoveryError, match="has a norm between its MLP's projection and the residual addition"):
             recovered(models.from_memory(tiny(name)), plan, "replaceme-lstsq")
     with pytest.raises(RecoveryError, match="block 0 is removed"):
         recovered(models.from_memory(tiny("llama")), PrunePlan.from_spans(6, [[0, 2]]), "replaceme-lstsq")
