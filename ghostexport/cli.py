@@ -138,6 +138,44 @@ def surgery(
 
 
 @app.command()
+def quantize(
+    graph: Annotated[Path, typer.Argument(help="ONNX file of a float decoder.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write into.")],
+    form: Annotated[str, typer.Option("--format", help="int8, int4, fp8 or nvfp4: weights only.")] = "int4",
+    block: Annotated[int | None, typer.Option(help="Inputs per scale; default: what divides every weight.")] = None,
+    scales: Annotated[str, typer.Option(help="search, or absmax.")] = "search",
+    head: Annotated[str, typer.Option(help="Head and tied embedding: keep, int8, or same as the rest.")] = "keep",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A run's calibration file: scales are weighted by what the graph sees on it.")
+    ] = None,
+) -> None:
+    """Quantise the weights of an exported graph; the report lies beside the new graph as JSON."""
+    from ghostexport import show as screen
+    from ghostexport.quantization.importance import measure_importance
+    from ghostexport.quantization.writer import quantize_graph
+
+    importance = None
+    with screen.display() as callbacks:
+        progress = callbacks["progress"]
+        if calibration is not None:
+            from ghostexport.calibration import load
+
+            tokens = load(calibration)[0].tokens
+            importance = measure_importance(graph, tokens, lambda *n: progress("quantize: inputs", *n))
+        report = quantize_graph(
+            graph,
+            output / f"{graph.stem}.{form}.onnx",
+            form,
+            block=block,
+            scales=scales,
+            head=head,
+            importance=importance,
+            progress=lambda *n: progress("quantize", *n),
+        )
+    screen.print_quantization(report)
+
+
+@app.command()
 def inspect(
     graph: Annotated[Path, typer.Argument(help="ONNX file of a decoder.")],
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,

@@ -18,6 +18,7 @@ from ghostexport.recipe import parse_recipe, read_recipe
 from ghostexport.runfolder import RunFiles, RunFolder
 
 if TYPE_CHECKING:
+    from ghostexport.quantization.writer import QuantizationReport, QuantizedLinear
     from ghostexport.report.runs import Sweep
     from ghostexport.surgery import GraphReport, SurgeryReport
 
@@ -161,6 +162,26 @@ def print_surgery(report: SurgeryReport) -> None:
         f"{len(report.kv_inputs_removed)} KV inputs removed, {len(report.kv_renamed)} names renumbered",
     )
     _out.print(f"{report.path.name}: {report.bytes_written:,} bytes written")
+
+
+def print_quantization(report: QuantizationReport) -> None:
+    """Prints what was quantised: a row per block size and form, the worst weights, the bytes."""
+    table = Table()
+    for column in ("weights", "form", "block", "mean error", "largest error", "MB"):
+        table.add_column(column)
+    groups: dict[tuple[str | None, int | None, str], list[QuantizedLinear]] = {}
+    for linear in report.linears:
+        groups.setdefault((linear.form, linear.block, linear.reason), []).append(linear)
+    for (form, block, reason), rows in groups.items():
+        errors = [row.relative_error for row in rows]
+        shown = [f"{sum(errors) / len(rows):.3f}", f"{max(errors):.3f}"] if form else ["", ""]
+        what = f"{len(rows)}" + (f" ({reason})" if reason else "")
+        table.add_row(what, form or "float", str(block or ""), *shown, f"{sum(row.bytes for row in rows) / 1e6:.1f}")
+    _out.print(table)
+    _out.print(
+        f"{report.output}: weights {report.weight_bytes_before / 1e6:.1f} -> {report.weight_bytes_after / 1e6:.1f} MB, "
+        f"opset {report.opset_before} -> {report.opset_after}"
+    )
 
 
 def print_graph(report: GraphReport, as_json: bool) -> None:

@@ -6,12 +6,15 @@ On a board with shared memory the peak decides whether an engine can be built th
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from types import TracebackType
 
 import psutil
 
-from ghostexport.errors import RecipeError
+from ghostexport.errors import BuildError, RecipeError
+from ghostexport.quantization.targets import refusal, weight_form
 from ghostexport.recipe import BuildSection
+from ghostexport.runtimes.interface import Interface
 
 _INTERVAL_SECONDS = 0.01
 
@@ -66,6 +69,14 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "compute_capability": ("tensorrt-rtx",),
     "providers": ("onnxruntime",),
 }
+
+
+def refuse_forms(runtime: str, interface: Interface, capabilities: Iterable[str]) -> None:
+    """Raises BuildError when ``runtime``, or a target such as ``SM86``, cannot hold the form of the graph's weights."""
+    form = weight_form(interface.weight_types)
+    reason = None if form is None else refusal(form, runtime, capabilities)
+    if reason is not None:
+        raise BuildError(f"The graph's weights are in {form}. {reason}", "Quantise the float graph to a form it holds.")
 
 
 def refuse_foreign(runtime: str, settings: BuildSection) -> None:

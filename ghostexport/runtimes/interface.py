@@ -62,6 +62,7 @@ class Interface:
         weight_bytes: bytes of all initializers.
         data_files: external data files, absolute.
         operators: distinct ``domain::op_type`` of the nodes.
+        weight_types: distinct ONNX types of the initializers (``FLOAT``, ``INT4``, ...).
         spliced: operator initializers ``ghost.{b}.*``: name -> shape.
         spliced_nodes: names of the operator's nodes that compute (casts and constants aside).
         metadata: the model's metadata, such as what surgery recorded.
@@ -75,6 +76,7 @@ class Interface:
     weight_bytes: int
     data_files: tuple[Path, ...]
     operators: frozenset[str]
+    weight_types: frozenset[str]
     spliced: dict[str, tuple[int, ...]]
     spliced_nodes: tuple[str, ...]
     metadata: dict[str, str]
@@ -113,6 +115,7 @@ def read_interface(path: Path) -> Interface:
         weight_bytes=sum(outside[i.name].length if i.name in outside else i.ByteSize() for i in graph.initializer),
         data_files=tuple(dict.fromkeys(path.parent / where.location for where in outside.values())),
         operators=frozenset(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in graph.node),
+        weight_types=frozenset(ir.DataType(i.data_type).name for i in graph.initializer),
         spliced={i.name: tuple(i.dims) for i in graph.initializer if i.name.startswith("ghost.")},
         spliced_nodes=tuple(n.name for n in graph.node if n.name.startswith("ghost.") and n.op_type in _COMPUTE),
         metadata={entry.key: entry.value for entry in model.metadata_props},

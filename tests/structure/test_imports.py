@@ -72,8 +72,12 @@ def test_the_light_files_import_nothing_heavy(name):
     assert not imports(PACKAGE / name, top_level_only=True) & HEAVY
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "surgery").glob("*.py")), ids=lambda p: p.name)
-def test_surgery_never_imports_torch(path):
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(PACKAGE / "surgery").glob("*.py"), *(PACKAGE / "quantization").glob("*.py")]),
+    ids=lambda p: p.relative_to(PACKAGE).as_posix(),
+)
+def test_surgery_and_quantization_never_import_torch(path):
     found = imports(path, top_level_only=False)
     assert not found & {"torch", "transformers", "onnxruntime"}
     assert not any(module.startswith(("ghostexport.models", "ghostexport.calibration")) for module in found)

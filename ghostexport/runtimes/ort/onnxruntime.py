@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -13,11 +14,11 @@ from ghostexport.files import require_space
 from ghostexport.operators import OperatorSet
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.base import Availability, EngineFile
-from ghostexport.runtimes.building import PeakMemory, refuse_foreign
-from ghostexport.runtimes.interface import read_interface
+from ghostexport.runtimes.building import PeakMemory, refuse_foreign, refuse_forms
+from ghostexport.runtimes.interface import Interface, read_interface
 from ghostexport.runtimes.ort import engine_files
 from ghostexport.runtimes.ort.ort_session import OrtSession
-from ghostexport.runtimes.sidecar import record_build, remove_leftovers, require_intact
+from ghostexport.runtimes.sidecar import build_flags, file_sha256, remove_leftovers, require_intact, write_sidecar
 
 #: Our provider names, best first, and ONNX Runtime's.
 PROVIDERS = {
@@ -52,20 +53,11 @@ class OnnxRuntime:
         ort = _import()
         refuse_foreign(self.name, settings)
         interface = read_interface(graph)
-        if interface.capacity is not None:
-            raise BuildError(
-                f"{graph.name} updates its KV cache in place; this project runs such graphs on TensorRT only.",
-                "Build it with --runtime tensorrt or tensorrt-rtx, or export with a growing cache.",
-            )
         engine = target.with_name(f"{target.name}.onnx")
         if engine.absolute() == graph.absolute():
             raise BuildError(f"The engine would overwrite its own graph {graph}.", "Choose another folder.")
         chosen = choose_providers(ort, settings, execution)
-        if chosen == ("cpu",) and interface.dtype == "bfloat16":
-            raise BuildError(
-                f"{graph.name} is bfloat16, and ONNX Runtime's CPU provider has no bfloat16 kernels.",
-                "Build it with --runtime tensorrt-rtx, use a GPU provider, or export with --dtype float32.",
-            )
+        _refuse(graph, interface, chosen)
         engine.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
         require_space(engine.parent, interface.weight_bytes, f"optimising {graph.name}")
@@ -78,20 +70,33 @@ class OnnxRuntime:
         ):
             optimised = _optimise(ort, graph, Path(folder), level)
             files = engine_files.write_sharing(optimised, graph, engine)
-        return record_build(
-            graph,
-            interface,
-            settings,
-            files,
-            {"optimisation": level, "build_peak_bytes": memory.nbytes},
+        result = EngineFile(
+            path=engine,
             runtime=self.name,
             version=ort.__version__,
             variant=variant,
             device={"providers": list(chosen)},
             profiles={},
+            flags=build_flags(settings),
             build_seconds=round(time.perf_counter() - started, 3),
             plan_bytes=engine_files.engine_bytes(engine),
+            weight_bytes=interface.weight_bytes,
+            graph_sha256=file_sha256(graph),
+            plan_sha256=file_sha256(engine),
+            sha256={file.name: file_sha256(file) for file in files},
+            graph_data_sha256={file.name: file_sha256(file) for file in interface.data_files},
+            inputs=interface.inputs,
+            outputs=interface.outputs,
+            extra={
+                "graph": os.path.relpath(graph, target.parent),
+                "optimisation": level,
+                "opset": interface.opset,
+                "build_peak_bytes": memory.nbytes,
+                "graph_metadata": interface.metadata,
+            },
         )
+        write_sidecar(result)
+        return result
 
     def load(self, engine: EngineFile, execution: Execution) -> OrtSession:
         """See :class:`Runtime`. An automatic provider that does not start is reported, then the next is tried."""
@@ -184,6 +189,21 @@ def _import() -> Any:
     if not hasattr(onnxruntime, "InferenceSession"):
         raise RuntimeUnavailableError("onnxruntime is damaged: it has no InferenceSession.", "Reinstall it.")
     return onnxruntime
+
+
+def _refuse(graph: Path, interface: Interface, providers: tuple[str, ...]) -> None:
+    """Raises BuildError for a graph that the providers cannot run."""
+    if interface.capacity is not None:
+        raise BuildError(
+            f"{graph.name} updates its KV cache in place; this project runs such graphs on TensorRT only.",
+            "Build it with --runtime tensorrt or tensorrt-rtx, or export with a growing cache.",
+        )
+    refuse_forms(OnnxRuntime.name, interface, ())
+    if providers == ("cpu",) and interface.dtype == "bfloat16":
+        raise BuildError(
+            f"{graph.name} is bfloat16, and ONNX Runtime's CPU provider has no bfloat16 kernels.",
+            "Build it with --runtime tensorrt-rtx, use a GPU provider, or export with --dtype float32.",
+        )
 
 
 def _optimise(ort: Any, graph: Path, folder: Path, level: str) -> Path:

@@ -1,0 +1,138 @@
+"""Scales of blocks: from the largest magnitude, or searched so that the layer's output changes least.
+
+The search minimises ``sum_k d_k (W_kn - s q_kn)^2`` in every block, ``d`` the diagonal of ``X'X`` of the linear's input
+(ones without calibration): the output's squared error with the inputs taken as uncorrelated. Candidates are fractions
+of the largest magnitude; then ``q`` and the least-squares ``s = sum d W q / sum d q^2`` are improved in turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ghostexport.quantization.forms import E4M3_MAX, Form
+
+#: Fractions of the largest magnitude that are tried; an outlier is clipped where that helps the others.
+FRACTIONS = np.linspace(1.1, 0.55, 23, dtype=np.float32)
+REFINEMENTS = 2
+#: Weights searched at once: bounds the temporaries to some 200 MB whatever the tensor.
+_AT_ONCE = 1 << 22
+
+
+def quantize(
+    weight: NDArray[Any],
+    form: Form,
+    block: int | None,
+    scale_dtype: np.dtype[Any],
+    importance: NDArray[np.float64] | None = None,
+    search: bool = True,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.float32]]:
+    """Quantises ``weight``.
+
+    Args:
+        weight: ``[K, N]`` floating.
+        form: the form.
+        block: rows of ``K`` that share a scale; None for all.
+        scale_dtype: dtype of the scales (of the tensor's one float for a double form).
+        importance: ``d [K]``; None for ones.
+        search: search the scales instead of taking the largest magnitude.
+
+    Returns:
+        ``q [K, N]`` in the form's type; scales ``[K / B, N]``, or ``[N]`` per channel, rounded to ``scale_dtype``
+        (E4M3 for a double form); the tensor's own float ``[]`` of a double form, 1 otherwise.
+    """
+    inputs, outputs = weight.shape
+    size = inputs if block is None else block
+    unit = np.float32(1)
+    if form.double:
+        largest = float(np.abs(weight).max(initial=0).astype(np.float32))
+        unit = np.float32(np.asarray(max(largest, 1e-30) / (form.grid * E4M3_MAX), scale_dtype))
+    q = np.empty((inputs, outputs), form.numpy)
+    scale = np.empty((inputs // size, outputs), _scale_storage(form, scale_dtype))
+    d = np.ones(inputs, np.float32) if importance is None else _normalised(importance)
+    step = max(1, _AT_ONCE // inputs)
+    for start in range(0, outputs, step):
+        part = slice(start, min(start + step, outputs))
+        W = weight[:, part].astype(np.float32).reshape(inputs // size, size, -1)
+        D = d.reshape(inputs // size, size, 1)
+        s = _searched(W, D, form, unit, scale.dtype) if search else _absmax(W, form, unit, scale.dtype)
+        scale[:, part] = (s / unit).astype(scale.dtype)[:, 0]
+        exact = scale[:, None, part].astype(np.float32) * unit  # as the runtime will read it
+        q[:, part] = form.encode(W, exact).reshape(inputs, -1)
+    return q, scale[0] if block is None else scale, np.asarray(unit, np.float32)
+
+
+def dequantize(q: NDArray[Any], scale: NDArray[Any], unit: NDArray[np.float32] | float = 1.0) -> NDArray[np.float32]:
+    """``W' = q * s`` as float32 ``[K, N]``; ``scale`` as :func:`quantize` returns it."""
+    blocks = scale[None] if scale.ndim == 1 else scale
+    size = q.shape[0] // blocks.shape[0]
+    spread = np.repeat(blocks.astype(np.float32) * np.float32(unit), size, axis=0)
+    return np.asarray(q.astype(np.float32) * spread, np.float32)
+
+
+def relative_error(weight: NDArray[Any], rounded: NDArray[np.float32], importance: NDArray[Any] | None) -> float:
+    """``sqrt(sum d (W - W')^2 / sum d W^2)``: relative error of the output for uncorrelated inputs."""
+    d = np.ones(len(weight)) if importance is None else importance
+    W = weight.astype(np.float32)
+    rows = np.einsum("kn,kn->k", W - rounded, W - rounded, dtype=np.float64)
+    whole = np.einsum("kn,kn->k", W, W, dtype=np.float64)
+    return float(np.sqrt((d @ rows) / max(float(d @ whole), 1e-300)))
+
+
+def _scale_storage(form: Form, scale_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.float8_e4m3fn) if form.double else scale_dtype
+
+
+def _normalised(importance: NDArray[np.float64]) -> NDArray[np.float32]:
+    mean = float(importance.mean())
+    # an input that never fired still has a weight; a thousandth keeps its rounding sane without steering the scale
+    return np.asarray(importance / mean + 1e-3 if mean > 0 else np.ones_like(importance), np.float32)
+
+
+def _stored(s: NDArray[np.float32], unit: np.float32, dtype: np.dtype[Any]) -> NDArray[np.float32]:
+    """What a scale reads back as after it was stored."""
+    limit = E4M3_MAX if dtype.name == "float8_e4m3fn" else np.inf
+    return np.asarray(np.minimum(s / unit, limit).astype(dtype).astype(np.float32) * unit, np.float32)
+
+
+def _absmax(W: NDArray[np.float32], form: Form, unit: np.float32, dtype: np.dtype[Any]) -> NDArray[np.float32]:
+    return _stored(np.abs(W).max(axis=1, keepdims=True) / np.float32(form.grid), unit, dtype)
+
+
+def _searched(
+    W: NDArray[np.float32], d: NDArray[np.float32], form: Form, unit: np.float32, dtype: np.dtype[Any]
+) -> NDArray[np.float32]:
+    """``W [G, B, n]``, ``d [G, B, 1]`` -> the best scales ``[G, 1, n]`` as they read back."""
+    largest = np.abs(W).max(axis=1, keepdims=True) / np.float32(form.grid)
+    best = _stored(largest, unit, dtype)
+    least = _error(W, d, form, best)
+    for fraction in FRACTIONS:
+        best, least = _better(W, d, form, _stored(largest * fraction, unit, dtype), best, least)
+    for _ in range(REFINEMENTS):
+        q = form.encode(W, best).astype(np.float32)
+        top = (d * W * q).sum(axis=1, keepdims=True)
+        bottom = (d * q * q).sum(axis=1, keepdims=True)
+        solved = np.where(bottom > 0, np.maximum(top, 0) / np.where(bottom > 0, bottom, 1), best)
+        best, least = _better(W, d, form, _stored(solved.astype(np.float32), unit, dtype), best, least)
+    return best
+
+
+def _better(
+    W: NDArray[np.float32],
+    d: NDArray[np.float32],
+    form: Form,
+    s: NDArray[np.float32],
+    best: NDArray[np.float32],
+    least: NDArray[np.float32],
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    error = _error(W, d, form, s)
+    wins = error < least
+    return np.where(wins, s, best), np.where(wins, error, least)
+
+
+def _error(W: NDArray[np.float32], d: NDArray[np.float32], form: Form, s: NDArray[np.float32]) -> NDArray[np.float32]:
+    miss = W - form.encode(W, s).astype(np.float32) * s
+    return np.asarray((d * miss * miss).sum(axis=1, keepdims=True), np.float32)

@@ -1,0 +1,306 @@
+"""Graph in, graph out: every linear's weight becomes ``DequantizeLinear(q, s)``; nothing else changes.
+
+::
+
+    x @ W             ->   x @ DequantizeLinear(q, s)                              axis 0, blocks along the inputs
+    Gather(E), E'     ->   one DequantizeLinear(q, s) feeding Gather and Transpose  axis 1
+
+Weights are read, rounded and written one at a time, in graph order, so memory is bounded by the largest tensor and the
+data file is written once. Equal input gives equal bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from ghostexport.errors import NameCollision, SurgeryError
+from ghostexport.files import write_json
+from ghostexport.onnxfile import load_graph, save_graph, weight_bytes
+from ghostexport.quantization.forms import FORMS, SCALE_DTYPES, Form
+from ghostexport.quantization.linears import Linear, find_linears
+from ghostexport.quantization.scales import dequantize, quantize, relative_error
+from ghostexport.recipe import require_name
+
+SCALES = ("search", "absmax")
+HEADS = ("keep", "int8", "same")
+
+#: Oldest opset whose decoders read the same when a newer one is declared.
+OLDEST = 18
+#: IR version that introduced the types of an opset.
+IR_VERSION_OF: Mapping[int, int] = {21: 10, 23: 11}
+
+_QUANTISED = (
+    "DequantizeLinear",
+    "QuantizeLinear",
+    "MatMulNBits",
+    "MatMulInteger",
+    "QLinearMatMul",
+    "DynamicQuantizeLinear",
+)
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """One row of the report.
+
+    Attributes:
+        weight: name of the float initializer; ``<weight>.q``, ``<weight>.scale`` stand in the graph.
+        shape: ``(inputs, outputs)``.
+        form: its name, or None where the weight was kept.
+        block: inputs that share a scale; None for a scale per output channel.
+        relative_error: of the layer's output for uncorrelated inputs, weighted by what was measured of them.
+        bytes: of the weight and its scales now.
+        reason: why it was kept, or took another form than asked.
+    """
+
+    weight: str
+    shape: tuple[int, int]
+    form: str | None
+    block: int | None
+    relative_error: float
+    bytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What was done.
+
+    Attributes:
+        source, output: file names.
+        form: asked for.
+        scales: ``search`` or ``absmax``.
+        weighted: the search was weighted by measured inputs.
+        opset_before, opset_after: of the default domain.
+        weight_bytes_before, weight_bytes_after: of all initializers.
+        linears: one row each, in graph order.
+    """
+
+    source: str
+    output: str
+    form: str
+    scales: str
+    weighted: bool
+    opset_before: int
+    opset_after: int
+    weight_bytes_before: int
+    weight_bytes_after: int
+    linears: tuple[QuantizedLinear, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON-ready data."""
+        return asdict(self)
+
+
+def quantize_graph(
+    source: Path,
+    output: Path,
+    form: str,
+    *,
+    block: int | None = None,
+    scales: str = "search",
+    head: str = "keep",
+    importance: Mapping[str, NDArray[np.float64]] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> QuantizationReport:
+    """Quantises the weights of a decoder graph.
+
+    Args:
+        source: a float ONNX graph, ours or another producer's.
+        output: the new file; its weights go to ``<output>.data``, the report to ``<output stem>.quantization.json``.
+        form: a name of :data:`ghostexport.quantization.forms.FORMS`.
+        block: inputs per scale; None takes the form's first that divides every linear's inputs.
+        scales: ``search`` them (see :mod:`ghostexport.quantization.scales`), or ``absmax``: largest magnitude.
+        head: what becomes of the head, and with it of a tied embedding: ``keep``, ``int8`` or ``same`` as the rest. One
+            quantised table then serves both; TensorRT keeps it small, ONNX Runtime's CPU unpacks it at every step.
+        importance: from :func:`ghostexport.quantization.importance.measure_importance`.
+        progress: called with weights done and their number.
+
+    Raises:
+        RecipeError: an unknown form, way to scale, or way to treat the head.
+        SurgeryError: nothing to quantise, quantised already, or ``block`` does not divide a linear's inputs.
+    """
+    require_name(form, FORMS, "format")
+    require_name(scales, SCALES, "way to scale")
+    require_name(head, HEADS, "way to treat the head")
+    model = load_graph(source)
+    linears = [linear for linear in find_linears(model) if linear.products]
+    _refuse(model, linears, source)
+    chosen = _chosen(FORMS[form], block, head, linears)
+    before, opset = weight_bytes(model), model.opset_imports[""]
+    jobs = [_Job(linear, *chosen[linear.head], scales == "search", importance) for linear in linears]
+    _raise_opset(model, max([opset, *(job.form.opset for job in jobs if job.form is not None)]))
+    new = [value for job in jobs if job.form is not None for value in _replace(model.graph, job)]
+    for done, job in enumerate(jobs):
+        job.written = functools.partial(progress, done + 1, len(jobs))
+    save_graph(model, output, new, self_contained=True)
+    report = QuantizationReport(
+        source=source.name,
+        output=output.name,
+        form=form,
+        scales=scales,
+        weighted=importance is not None,
+        opset_before=opset,
+        opset_after=model.opset_imports[""],
+        weight_bytes_before=before,
+        weight_bytes_after=weight_bytes(model),
+        linears=tuple(job.row() for job in jobs),
+    )
+    write_json(output.with_suffix(".quantization.json"), report.to_json())
+    return report
+
+
+class _Job:
+    """One weight on its way: rounded when the first of its tensors is written, let go with the last."""
+
+    def __init__(
+        self,
+        linear: Linear,
+        form: Form | None,
+        block: int | None,
+        reason: str,
+        search: bool,
+        importance: Mapping[str, NDArray[np.float64]] | None,
+    ) -> None:
+        self.linear, self.form, self.block, self.reason, self.search = linear, form, block, reason, search
+        self.importance = None if importance is None else importance.get(linear.name)
+        self.tensor = linear.weight.const_value
+        self.written: Callable[[], None] = lambda: None
+        self.error = 0.0
+        self._parts: dict[str, NDArray[Any]] = {}
+
+    def part(self, name: str) -> NDArray[Any]:
+        """``q``, ``scale`` or ``unit``, laid out as the graph holds it; each is asked for once, in this order."""
+        if name not in self._parts:
+            self._round()
+        part = self._parts.pop(name)
+        if not self._parts:
+            self.written()
+        return part
+
+    def _round(self) -> None:
+        assert self.form is not None and self.tensor is not None
+        stored, axis = self.tensor.numpy(), self.linear.inputs_axis
+        weight = stored if axis == 0 else stored.T
+        scale_dtype = SCALE_DTYPES[self.tensor.dtype]
+        q, scale, unit = quantize(weight, self.form, self.block, scale_dtype, self.importance, self.search)
+        self.error = relative_error(weight, dequantize(q, scale, unit), self.importance)
+        if axis == 1:
+            q, scale = np.ascontiguousarray(q.T), np.ascontiguousarray(scale.T)
+        self._parts = {"q": q, "scale": scale}
+        if self.form.double:
+            self._parts["unit"] = unit.astype(scale_dtype)
+
+    def row(self) -> QuantizedLinear:
+        linear = self.linear
+        name = None if self.form is None else self.form.name
+        values = [linear.weight] if self.form is None else [v for v in self.values if v is not None]
+        size = sum(v.const_value.nbytes for v in values if v.const_value is not None)
+        return QuantizedLinear(linear.name, linear.shape, name, self.block, self.error, size, self.reason)
+
+    @functools.cached_property
+    def values(self) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """``q``, ``scale`` and, of a double form, ``unit`` as initializers whose data is made when it is written."""
+        assert self.form is not None and self.tensor is not None
+        inputs, outputs = self.linear.shape
+        scale_shape = [outputs] if self.block is None else [inputs // self.block, outputs]
+        q_shape = [inputs, outputs]
+        if self.linear.inputs_axis == 1:
+            q_shape, scale_shape = q_shape[::-1], scale_shape[::-1]
+        scale_dtype = ir.DataType.FLOAT8E4M3FN if self.form.double else self.tensor.dtype
+        unit = self._value("unit", self.tensor.dtype, []) if self.form.double else None
+        return self._value("q", self.form.dtype, q_shape), self._value("scale", scale_dtype, scale_shape), unit
+
+    def _value(self, part: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
+        name = f"{self.linear.name}.{part}"
+        lazy = ir.LazyTensor(
+            lambda: ir.tensor(self.part(part), dtype=dtype, name=name), dtype=dtype, shape=ir.Shape(shape), name=name
+        )
+        return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=lazy)
+
+
+Choice = tuple[Form | None, int | None, str]
+
+
+def _chosen(form: Form, block: int | None, head: str, linears: list[Linear]) -> dict[bool, Choice]:
+    """Form, block and reason of the linears (False) and of the head (True)."""
+    same = [linear for linear in linears if head == "same" or not linear.head]
+    wrong = [linear for linear in same if block is not None and linear.shape[0] % block]
+    if block is not None and (block not in form.blocks or wrong):
+        what = f"{wrong[0].name} has {wrong[0].shape[0]} inputs" if wrong else f"{form.name} takes {form.blocks}"
+        raise SurgeryError(f"Blocks of {block} do not fit: {what}.", "Leave the block out; one that fits is taken.")
+    try:
+        size = form.block_for(linear.shape[0] for linear in same) if block is None else block
+        heads = [linear.shape[0] for linear in linears if linear.head]
+        choices: dict[str, Choice] = {
+            "same": (form, size, ""),
+            "int8": (FORMS["int8"], FORMS["int8"].block_for(heads), "the head is int8"),
+            "keep": (None, None, "the head is kept"),
+        }
+    except ValueError as error:
+        raise SurgeryError(f"The graph cannot be held in {form.name}: {error}.", "Use int8 or fp8.") from None
+    return {False: choices["same"], True: choices[head]}
+
+
+def _replace(graph: ir.Graph, job: _Job) -> list[ir.Value]:
+    """Puts the DequantizeLinear in the weight's place; returns the new initializers in writing order."""
+    linear, weight = job.linear, job.linear.weight
+    q, scale, unit = job.values
+    new = [value for value in (q, scale, unit) if value is not None]
+    taken = {value.name for value in graph.initializers.values()}
+    if clash := [value.name for value in new if value.name in taken]:
+        raise NameCollision(f"The graph already has a weight {clash[0]}.", "Rename it, or quantise the float graph.")
+    for value in new:
+        graph.register_initializer(value)
+    first = min(linear.readers, key=list(graph).index)
+    scale_in: ir.Value = scale
+    if unit is not None:
+        widen = _dequantize(f"{linear.name}.scales", [scale, unit], {}, scale.shape, weight.dtype)
+        graph.insert_before(first, widen)
+        scale_in = widen.outputs[0]
+    axis = linear.inputs_axis if job.block is not None else 1 - linear.inputs_axis
+    attributes = {"axis": axis} | ({} if job.block is None else {"block_size": job.block})
+    node = _dequantize(f"{linear.name}.dequantize", [q, scale_in], attributes, weight.shape, weight.dtype)
+    graph.insert_before(first, node)
+    weight.replace_all_uses_with(node.outputs[0])
+    del graph.initializers[linear.name]
+    return new
+
+
+def _dequantize(
+    name: str, inputs: list[ir.Value], attributes: dict[str, int], shape: Any, dtype: ir.DataType | None
+) -> ir.Node:
+    node = ir.node("DequantizeLinear", inputs, attributes, name=name)
+    value = node.outputs[0]
+    value.name, value.shape, value.type = f"{name}.value", shape, ir.TensorType(dtype or ir.DataType.FLOAT)
+    return node
+
+
+def _raise_opset(model: ir.Model, opset: int) -> None:
+    """Declares a newer opset. From 20 on, the operators of decoders only gained types, but for the ones refused."""
+    if opset <= (model.opset_imports[""] or 0):
+        return
+    changed = {"GroupNormalization"} & {node.op_type for node in model.graph.all_nodes()}
+    if model.opset_imports[""] < OLDEST or changed:
+        raise SurgeryError(
+            f"The graph is of opset {model.opset_imports['']} and cannot simply be declared opset {opset}.",
+            "Export it again with opset 20 or newer.",
+        )
+    model.opset_imports[""] = opset
+    model.ir_version = max(model.ir_version, IR_VERSION_OF[opset])
+
+
+def _refuse(model: ir.Model, linears: list[Linear], source: Path) -> None:
+    quantised = [n.op_type for n in model.graph.all_nodes() if n.op_type in _QUANTISED]
+    if quantised:
+        raise SurgeryError(f"{source} is quantised already (it has {quantised[0]}).", "Give the float graph.")
+    if not linears:
+        raise SurgeryError(f"{source} has no float weights of linears to quantise.", "Give a float decoder graph.")
