@@ -24,9 +24,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ghostexport.errors import RecipeError, RecoveryError, RunFolderError
+from ghostexport.new_weights import NewWeight, from_file, to_file
 from ghostexport.plan import Boundary, PrunePlan
 
 FORMAT = "ghostexport.operators/1"
+
+#: Of files with new weights of kept blocks, which a reader of the first format would leave out.
+FORMAT_WEIGHTS = "ghostexport.operators/2"
 
 #: Half of float16's largest number: beyond it the next addition to the stream may overflow.
 FLOAT16_LIMIT = 3e4
@@ -236,12 +240,15 @@ class OperatorSet:
         operators: in boundary order.
         plan: the plan they repair.
         calibration_sha256: fingerprint of the calibration set they were fitted on.
+        weights: new values of any parameters of the kept blocks, and of those around the blocks, by their name in the
+            *dense* model. They hold what folds would: an operator that replaces one of them has no folds.
     """
 
     name: str
     operators: tuple[Operator, ...]
     plan: PrunePlan
     calibration_sha256: str = ""
+    weights: Mapping[str, NewWeight] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if [o.boundary for o in self.operators] != list(self.plan.boundaries):
@@ -288,7 +295,7 @@ class OperatorSet:
 
     def without_folds(self) -> OperatorSet:
         """What is left to insert into a model whose weights hold all that the operators replace and scale."""
-        return replace(self, operators=tuple(replace(o, folds=(), scale=None) for o in self.operators))
+        return replace(self, operators=tuple(replace(o, folds=(), scale=None) for o in self.operators), weights={})
 
     def tensors(self) -> dict[str, FloatArray]:
         """All arrays by their file key, in deterministic order (see :func:`save_operators`)."""
@@ -305,8 +312,9 @@ class OperatorSet:
 
     def to_bytes(self) -> bytes:
         """The safetensors file: equal content gives equal bytes."""
+        tensors, entries = to_file(self.weights)
         header = {
-            "format": FORMAT,
+            "format": FORMAT_WEIGHTS if entries else FORMAT,
             "name": self.name,
             "plan": self.plan.to_json() | {"scores": {}},
             "plan_sha256": self.plan.sha256,
@@ -316,7 +324,9 @@ class OperatorSet:
                 for o in self.operators
             ],
         }
-        return save(self.tensors(), {"ghostexport": json.dumps(header, sort_keys=True)})
+        if entries:
+            header["weights"] = entries
+        return save(self.tensors() | tensors, {"ghostexport": json.dumps(header, sort_keys=True)})
 
     @property
     def sha256(self) -> str:
@@ -337,15 +347,16 @@ def load_operators(path: Path) -> OperatorSet:
         raise RunFolderError(f"Operator file {path} does not exist.", "Make it with: ghostexport recover RUN") from None
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise RunFolderError(f"Operator file {path} is not a readable safetensors file: {error}", _REMAKE) from error
-    if header.get("format") != FORMAT:
+    if header.get("format") not in (FORMAT, FORMAT_WEIGHTS):
         raise RunFolderError(f"{path} is not an operator file of format {FORMAT}.", _REMAKE)
     try:
         plan = PrunePlan.from_json(header["plan"])
         operators = tuple(
             _read_operator(b, plan.boundaries[b], entry, tensors) for b, entry in enumerate(header["operators"])
         )
-        return OperatorSet(header["name"], operators, plan, header["calibration_sha256"])
-    except (KeyError, IndexError, ValueError, RecipeError) as error:
+        weights = from_file(tensors, header.get("weights", ()))
+        return OperatorSet(header["name"], operators, plan, header["calibration_sha256"], weights)
+    except (KeyError, IndexError, ValueError, TypeError, RecipeError) as error:
         raise RunFolderError(f"{path} contradicts its own header: {error}", _REMAKE) from error
 
 

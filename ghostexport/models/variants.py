@@ -17,6 +17,7 @@ from torch import nn
 from ghostexport.errors import ModelLayoutError, RecoveryError
 from ghostexport.models.anatomy import find_anatomies, find_mid, right_multiply, scale_gain, set_right_multiply
 from ghostexport.models.blocks import find_blocks, hidden_states, output_states
+from ghostexport.models.reweighting import set_weights
 from ghostexport.operators import Operator, OperatorSet, WeightFold, linear, network
 from ghostexport.plan import PrunePlan
 
@@ -160,7 +161,7 @@ def insert_operators(model: Any, operators: OperatorSet) -> Any:
 
     Each operator becomes the submodule ``ghost`` of the block it stands before (of the last block, acting on its
     output, when the cut is at the end), so its weights are ordinary parameters of the model. Folds replace the weights
-    of the linear layers they name, and a scale those of all later blocks.
+    of the linear layers they name, a scale those of all later blocks, and new weights any parameters.
 
     Args:
         model: the model after :func:`drop_blocks` with ``operators.plan``.
@@ -172,6 +173,7 @@ def insert_operators(model: Any, operators: OperatorSet) -> Any:
     """
     require_blocks(model, len(operators.plan.kept))
     patched = share_weights(model)
+    set_weights(patched, operators.plan, operators.weights)
     blocks = find_blocks(patched)
     width = int(patched.config.get_text_config().hidden_size)
     like = next(patched.parameters())

@@ -80,16 +80,15 @@ def recover(
     _require_applicable(loaded, plan, len(calibration), section)
     say_unused(section, execution)
     fitted = _fit(loaded, plan, calibration, held_out, section, execution, gathered)
-    for name in fitted:
-        if (train := OPERATORS[name].train) is not None:
-            initial = fitted[name]
-            fitted[name] = function(train)(loaded, plan, initial, calibration, held_out, section, execution)
     for name in section.operators:
         if name.endswith(REFIT):
             fitted[name] = _refit(loaded, plan, calibration, held_out, name, section, execution)
-    for name in section.operators:
-        say_lost_tokens(name, fitted[name], execution)
-    return {name: OperatorSet(name, fitted[name], plan, calibration.sha256) for name in section.operators}
+    sets = {name: OperatorSet(name, fitted[name], plan, calibration.sha256) for name in section.operators}
+    for name, start in sets.items():
+        if (train := OPERATORS[base_operator(name)].train) is not None:
+            sets[name] = function(train)(loaded, start, calibration, held_out, section, execution)
+        say_lost_tokens(name, sets[name].operators, execution)
+    return sets
 
 
 def best_operator(loaded: LoadedModel, cuts: Sequence[int] | None, sequences: int) -> tuple[str, str]:

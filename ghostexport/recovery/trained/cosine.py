@@ -12,7 +12,8 @@ a temporary file of ``8 N C`` bytes.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,8 @@ from ghostexport.calibration import CalibrationSet
 from ghostexport.execution import Execution
 from ghostexport.files import require_space
 from ghostexport.models import LoadedModel
-from ghostexport.operators import Operator
-from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import Boundary
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.fits.down_projection import folded
 from ghostexport.recovery.last_block import LastBlock
@@ -36,14 +37,13 @@ EPOCHS = 10
 
 def train_cosine(
     loaded: LoadedModel,
-    plan: PrunePlan,
-    initial: Sequence[Operator],
+    start: OperatorSet,
     calibration: CalibrationSet,
     held_out: CalibrationSet,
     section: RecoverSection,
     execution: Execution,
-) -> tuple[Operator, ...]:
-    """Trains every cut; ``initial`` is not used. ``fit`` holds the mean cosine before and after.
+) -> OperatorSet:
+    """Trains every cut; what was put there at the start is not used. ``fit`` holds the mean cosine before and after.
 
     Raises:
         RecoveryError: the last kept block is no plain sum of stream, attention and MLP.
@@ -58,7 +58,8 @@ def train_cosine(
         fold = folded(boundary, last.weight, last.bias, T.double().to(last.weight))
         return Operator(boundary, "replaceme-cosine", folds=(fold,), fit=figures)
 
-    return fit_sequential(loaded, plan, calibration, held_out, fit, True, execution)
+    operators = fit_sequential(loaded, start.plan, calibration, held_out, fit, True, execution)
+    return replace(start, operators=operators)
 
 
 def _collect(

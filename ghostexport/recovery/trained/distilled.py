@@ -29,7 +29,6 @@ from ghostexport.execution import Execution
 from ghostexport.files import require_space
 from ghostexport.models import BoundaryModule, LoadedModel, patch
 from ghostexport.operators import Operator, OperatorSet
-from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.held_out import measure
 
@@ -74,21 +73,20 @@ class Teacher:
 
 def distil(
     loaded: LoadedModel,
-    plan: PrunePlan,
-    initial: Sequence[Operator],
+    start: OperatorSet,
     calibration: CalibrationSet,
     held_out: CalibrationSet,
     section: RecoverSection,
     execution: Execution,
-) -> tuple[Operator, ...]:
-    """Trains the dense ``delta`` of every initial operator together; ``fit`` holds held-out losses and the best step.
+) -> OperatorSet:
+    """Trains the dense ``delta`` of every operator together; ``fit`` holds held-out losses and the best step.
 
     Raises:
         RecoveryError: the maps have a rank.
     """
     if section.rank is not None:
         raise RecoveryError("Distilled operators are full matrices.", "Leave --rank out.")
-    student = patch(loaded, plan, OperatorSet(initial[0].kind, tuple(initial), plan)).model
+    student = patch(loaded, start.plan, start).model
     deltas = [module.delta for module in student.modules() if isinstance(module, BoundaryModule)]
     with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
         teacher = Teacher(loaded, calibration, Path(scratch), "calibration")
@@ -96,10 +94,12 @@ def distil(
         best, figures = _train(student, deltas, teacher, judge, calibration, held_out, section.epochs or 1, execution)
     operators = [
         replace(operator, kind=f"{_family(operator)}-distilled", delta=M.cpu().numpy(), fit=figures)
-        for operator, M in zip(initial, best, strict=True)
+        for operator, M in zip(start.operators, best, strict=True)
     ]
-    errors = measure(loaded, plan, held_out, {"distilled": operators}, execution)["distilled"]
-    return tuple(replace(o, fit={**o.fit, **e}) for o, e in zip(operators, errors, strict=True))
+    errors = measure(loaded, start.plan, held_out, {"distilled": operators}, execution)["distilled"]
+    return replace(
+        start, operators=tuple(replace(o, fit={**o.fit, **e}) for o, e in zip(operators, errors, strict=True))
+    )
 
 
 def _train(

@@ -22,8 +22,8 @@ from torch import nn
 from ghostexport.calibration import CalibrationSet
 from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
-from ghostexport.operators import Operator
-from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import Boundary
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.gathering import stream_boundaries
 from ghostexport.recovery.held_out import measure
@@ -73,14 +73,14 @@ class _Student:
 
 def train_network(
     loaded: LoadedModel,
-    plan: PrunePlan,
-    initial: Sequence[Operator],
+    start: OperatorSet,
     calibration: CalibrationSet,
     held_out: CalibrationSet,
     section: RecoverSection,
     execution: Execution,
-) -> tuple[Operator, ...]:
-    """Trains every cut's network, one pass of the dense model per epoch; ``initial`` is not used."""
+) -> OperatorSet:
+    """Trains every cut's network, one pass of the dense model per epoch; what was put there at first is not used."""
+    plan = start.plan
     epochs = section.epochs or EPOCHS
     students = [_Student(b, loaded.hidden_size, loaded.device) for b in plan.boundaries]
     for epoch in range(epochs):
@@ -94,7 +94,9 @@ def train_network(
         for s in students
     ]
     errors = measure(loaded, plan, held_out, {"ffn": operators}, execution)["ffn"]
-    return tuple(replace(o, fit={**o.fit, **e}) for o, e in zip(operators, errors, strict=True))
+    return replace(
+        start, operators=tuple(replace(o, fit={**o.fit, **e}) for o, e in zip(operators, errors, strict=True))
+    )
 
 
 def _stepper(students: Sequence[_Student], epoch: int, epochs: int, sequences: int) -> Callable[..., None]:
