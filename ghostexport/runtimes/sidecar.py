@@ -4,23 +4,77 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ghostexport.errors import RunFolderError
 from ghostexport.files import sha256_file, write_json
+from ghostexport.operators import OperatorSet
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.base import EngineFile, Tensor
+from ghostexport.runtimes.interface import Interface
 
 SCHEMA = "ghostexport.engine/1"
 
 
-def write_sidecar(engine: EngineFile) -> None:
-    """Writes the sidecar of ``engine`` beside it, atomically."""
+def record_build(
+    graph: Path,
+    interface: Interface,
+    settings: BuildSection,
+    files: Sequence[Path],
+    extra: Mapping[str, Any],
+    **facts: Any,
+) -> EngineFile:
+    """Describes a finished build in its sidecar.
+
+    Args:
+        graph, interface: what it was built from.
+        files: all files of the engine, the engine first.
+        extra: what only this runtime has.
+        facts: the other fields of :class:`EngineFile`.
+    """
+    engine = EngineFile(
+        path=files[0],
+        flags=build_flags(settings),
+        weight_bytes=interface.weight_bytes,
+        graph_sha256=file_sha256(graph),
+        plan_sha256=file_sha256(files[0]),
+        sha256={file.name: file_sha256(file) for file in files},
+        graph_data_sha256={file.name: file_sha256(file) for file in interface.data_files},
+        inputs=interface.inputs,
+        outputs=interface.outputs,
+        extra=dict(extra)
+        | {
+            "graph": os.path.relpath(graph, files[0].parent),
+            "opset": interface.opset,
+            "graph_metadata": interface.metadata,
+        },
+        **facts,
+    )
+    return _write(engine)
+
+
+def record_swap(engine: EngineFile, operators: OperatorSet, files: Sequence[Path], plan_bytes: int) -> EngineFile:
+    """Describes ``files``, which are ``engine`` with other operators, in a sidecar of their own."""
+    swapped = dataclasses.replace(
+        engine,
+        path=files[0],
+        variant=operators.name,
+        plan_bytes=plan_bytes,
+        plan_sha256=file_sha256(files[0]),
+        sha256={file.name: file_sha256(file) for file in files},
+        extra={**engine.extra, "swapped_from": engine.path.name, "operators_sha256": operators.sha256},
+    )
+    return _write(swapped)
+
+
+def _write(engine: EngineFile) -> EngineFile:
     write_json(engine.sidecar, {"schema": SCHEMA} | dataclasses.asdict(engine) | {"path": engine.path.name})
+    return engine
 
 
 def read_sidecar(path: Path) -> EngineFile:

@@ -7,7 +7,6 @@ checks that against listings of the releases. Networks are strongly typed, so th
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from ghostexport.runtimes.nvinfer.diagnosis import capture_log, explain
 from ghostexport.runtimes.nvinfer.engine_loading import why_not_loadable
 from ghostexport.runtimes.nvinfer.nv_session import NvSession
 from ghostexport.runtimes.nvinfer.profiles import Profile, plan_profiles, require_capacity, trtexec_lines
-from ghostexport.runtimes.sidecar import build_flags, file_sha256, remove_leftovers, require_intact, write_sidecar
+from ghostexport.runtimes.sidecar import file_sha256, record_build, remove_leftovers, require_intact
 
 #: Host memory a build needs, as a multiple of the weights' bytes (reports of TensorRT-Edge-LLM users: three to four).
 _MEMORY_FACTOR = 4
@@ -119,36 +118,26 @@ class NvInfer:
                 work.serialise(stack.enter_context(atomic_path(path)))
                 facts = work.facts
         gpu = find_gpu()
-        result = EngineFile(
-            path=next(iter(parts)),
+        extra = facts | {
+            "trtexec": trtexec_lines(self.trtexec, graph, parts, interface.inputs, settings),
+            "network_name": network_name,
+            "build_peak_bytes": memory.nbytes,
+            "kv_capacity": interface.capacity,
+        }
+        return record_build(
+            graph,
+            interface,
+            settings,
+            list(parts),
+            extra,
             runtime=self.name,
             version=trt.__version__,
             variant=variant,
             device=vars(gpu) if isinstance(gpu, Gpu) else {"name": None, "reason": gpu},
             profiles={wanted.name: wanted.shapes(interface.inputs) for wanted in profiles},
-            flags=build_flags(settings),
             build_seconds=round(time.perf_counter() - started, 3),
             plan_bytes=sum(path.stat().st_size for path in parts),
-            weight_bytes=interface.weight_bytes,
-            graph_sha256=file_sha256(graph),
-            plan_sha256=file_sha256(next(iter(parts))),
-            sha256={path.name: file_sha256(path) for path in parts},
-            graph_data_sha256={file.name: file_sha256(file) for file in interface.data_files},
-            inputs=interface.inputs,
-            outputs=interface.outputs,
-            extra=facts
-            | {"trtexec": trtexec_lines(self.trtexec, graph, parts, interface.inputs, settings)}
-            | {
-                "graph": os.path.relpath(graph, target.parent),
-                "network_name": network_name,
-                "opset": interface.opset,
-                "build_peak_bytes": memory.nbytes,
-                "kv_capacity": interface.capacity,
-                "graph_metadata": interface.metadata,
-            },
         )
-        write_sidecar(result)
-        return result
 
     def load(self, engine: EngineFile, execution: Execution) -> NvSession:
         """See :class:`Runtime`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ghostexport.runtimes.base import EngineFile
 from ghostexport.runtimes.gpu import Gpu
 from ghostexport.runtimes.interface import operator_weights
 from ghostexport.runtimes.nvinfer.diagnosis import capture_log, explain
-from ghostexport.runtimes.sidecar import file_sha256, require_intact, write_sidecar
+from ghostexport.runtimes.sidecar import record_swap, require_intact
 
 
 def why_not_loadable(engine: EngineFile, runtime: str, version: str, gpu: Gpu) -> str | None:
@@ -102,18 +101,7 @@ def swap(trt: Any, title: str, engine: EngineFile, operators: OperatorSet, targe
     for name, path in new.items():
         with atomic_path(path) as temporary:
             temporary.write_bytes(_refit(trt, title, engine.path.with_name(name), weights))
-    first = next(iter(new.values()))
-    result = dataclasses.replace(
-        engine,
-        path=first,
-        variant=operators.name,
-        plan_bytes=sum(path.stat().st_size for path in new.values()),
-        plan_sha256=file_sha256(first),
-        sha256={path.name: file_sha256(path) for path in new.values()},
-        extra={**engine.extra, "swapped_from": engine.path.name, "operators_sha256": operators.sha256},
-    )
-    write_sidecar(result)
-    return result
+    return record_swap(engine, operators, list(new.values()), sum(path.stat().st_size for path in new.values()))
 
 
 def _refit(trt: Any, title: str, plan: Path, weights: dict[str, NDArray[Any]]) -> bytes:

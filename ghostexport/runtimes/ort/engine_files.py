@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from ghostexport.onnxfile import External, copy_data, external, read_bytes_of, r
 from ghostexport.operators import OperatorSet
 from ghostexport.runtimes.base import EngineFile
 from ghostexport.runtimes.interface import load_graph, operator_weights
-from ghostexport.runtimes.sidecar import file_sha256, write_sidecar
+from ghostexport.runtimes.sidecar import record_swap
 
 
 def write_sharing(optimised: Path, graph: Path, engine: Path) -> list[Path]:
@@ -75,17 +74,7 @@ def swap(engine: EngineFile, operators: OperatorSet, target: Path) -> EngineFile
         copy_data(engine.path.parent / name, new.parent / name, replace=True)
     write_bytes(new, model.SerializeToString(deterministic=True))
     files = [new, *(new.parent / name for name in sorted(used)), data]
-    result = dataclasses.replace(
-        engine,
-        path=new,
-        variant=operators.name,
-        plan_bytes=engine_bytes(new),
-        plan_sha256=file_sha256(new),
-        sha256={file.name: file_sha256(file) for file in files},
-        extra={**engine.extra, "swapped_from": engine.path.name, "operators_sha256": operators.sha256},
-    )
-    write_sidecar(result)
-    return result
+    return record_swap(engine, operators, files, engine_bytes(new))
 
 
 def engine_bytes(engine: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from ghostexport.runtimes.building import PeakMemory, refuse_foreign, refuse_for
 from ghostexport.runtimes.interface import Interface, read_interface
 from ghostexport.runtimes.ort import engine_files
 from ghostexport.runtimes.ort.ort_session import OrtSession
-from ghostexport.runtimes.sidecar import build_flags, file_sha256, remove_leftovers, require_intact, write_sidecar
+from ghostexport.runtimes.sidecar import record_build, remove_leftovers, require_intact
 
 #: Our provider names, best first, and ONNX Runtime's.
 PROVIDERS = {
@@ -70,33 +69,20 @@ class OnnxRuntime:
         ):
             optimised = _optimise(ort, graph, Path(folder), level)
             files = engine_files.write_sharing(optimised, graph, engine)
-        result = EngineFile(
-            path=engine,
+        return record_build(
+            graph,
+            interface,
+            settings,
+            files,
+            {"optimisation": level, "build_peak_bytes": memory.nbytes},
             runtime=self.name,
             version=ort.__version__,
             variant=variant,
             device={"providers": list(chosen)},
             profiles={},
-            flags=build_flags(settings),
             build_seconds=round(time.perf_counter() - started, 3),
             plan_bytes=engine_files.engine_bytes(engine),
-            weight_bytes=interface.weight_bytes,
-            graph_sha256=file_sha256(graph),
-            plan_sha256=file_sha256(engine),
-            sha256={file.name: file_sha256(file) for file in files},
-            graph_data_sha256={file.name: file_sha256(file) for file in interface.data_files},
-            inputs=interface.inputs,
-            outputs=interface.outputs,
-            extra={
-                "graph": os.path.relpath(graph, target.parent),
-                "optimisation": level,
-                "opset": interface.opset,
-                "build_peak_bytes": memory.nbytes,
-                "graph_metadata": interface.metadata,
-            },
         )
-        write_sidecar(result)
-        return result
 
     def load(self, engine: EngineFile, execution: Execution) -> OrtSession:
         """See :class:`Runtime`. An automatic provider that does not start is reported, then the next is tried."""
