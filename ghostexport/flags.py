@@ -64,6 +64,7 @@ FLAGS: dict[str, Flag] = {
     "per_block": Flag("recover", "per_block", bool, "One map per removed block in plans of several runs."),
     "ratio": Flag("recover", "ratio", str, "LinearPatch: mean-of-ratios (its code) or ratio-of-means (its paper)."),
     "epochs": Flag("recover", "epochs", int, "Passes of the trained operators over the calibration set."),
+    "learning_rate": Flag("recover", "learning_rate", float, "Highest learning rate of the healed operators."),
     "exporter": Flag("export", "exporter", str, "auto, transformers or optimum."),
     "opset": Flag("export", "opset", int, "ONNX opset of the export."),
     "runtime": Flag("build", "runtimes", list[str], "onnxruntime, tensorrt, tensorrt-rtx; repeatable."),

@@ -132,6 +132,7 @@ class RecoverSection(_Section):
         per_block: plans of several runs get the product of one map per removed block instead of one map per run.
         ratio: LinearPatch's scale: mean over sequences of the ratio (its code), or ratio of the means (its paper).
         epochs: passes of the trained kinds over the calibration set; None for their published number.
+        learning_rate: highest one of the healed kinds; None for 2e-4.
         ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
         rank: rank of their matrices; None for full.
         refit_upstream: kept blocks before each cut that ``+refit`` also refits.
@@ -150,6 +151,7 @@ class RecoverSection(_Section):
     per_block: bool = False
     ratio: Literal["mean-of-ratios", "ratio-of-means"] = "mean-of-ratios"
     epochs: Annotated[int, Field(ge=1)] | None = None
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -147,7 +147,8 @@ def say_unused(section: RecoverSection, execution: Execution) -> None:
 def _require_known(section: RecoverSection) -> None:
     for name in section.operators:
         require_name(base_operator(name), OPERATORS, "operator")
-        if name.endswith(REFIT) and OPERATORS[base_operator(name)].train is not None:
+        kind = OPERATORS[base_operator(name)]
+        if name.endswith(REFIT) and kind.train is not None and not kind.heals:
             raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
 
 
@@ -214,8 +215,13 @@ def _fit(
     kinds = _gathered_kinds(section)
     if not kinds:
         return {}
-    if section.statistics == "sequential" and len(plan.boundaries) > 1:
-        return _sequential(loaded, plan, calibration, held_out, kinds, section, execution)
+    done: dict[str, tuple[Operator, ...]] = {}
+    if len(plan.boundaries) > 1:
+        later = {n: kind for n, kind in kinds.items() if kind.heals or section.statistics == "sequential"}
+        done = _sequential(loaded, plan, calibration, held_out, later, section, execution)
+        kinds = {name: kind for name, kind in kinds.items() if name not in later}
+    if not kinds:
+        return done
     wanted = _request(section, *kinds.values())
     if gathered is None:
         gathered = gather(loaded, plan.boundaries, calibration, wanted, execution)
@@ -225,7 +231,7 @@ def _fit(
     else:
         fitted = {name: [function(kind.fit)(g, section) for g in gathered] for name, kind in kinds.items()}
     held = measure(loaded, plan, held_out, fitted, execution)
-    return {
+    return done | {
         name: tuple(
             replace(operator, fit={**operator.fit, **figures(operator, g), **errors})
             for operator, g, errors in zip(operators, gathered, held[name], strict=True)
@@ -244,7 +250,7 @@ def _sequential(
     execution: Execution,
 ) -> dict[str, tuple[Operator, ...]]:
     """Every cut behind the repaired ones before it; one pass per operator and cut."""
-    if section.per_block:
+    if section.per_block and kinds:
         raise RecipeError("recover: per_block measures on the dense model.", "Use --statistics dense with it.")
     fitted = {}
     for name, kind in kinds.items():
