@@ -25,8 +25,11 @@ REFIT = "+refit"
 #: ghost-weighted. A run's ``recipe.yaml`` has the name it stands for.
 BEST = "best"
 
-#: ``--quality``: ``paper`` is the published operator, ``best`` the combination that benchmarks/results supports.
-QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": (BEST,)}
+#: Stands for ghost-healed, or ghost-weighted-healed where no ghost-split can be solved to start from.
+HEAL = "heal"
+
+#: ``--quality``, in the order of cost: the published operator, the best closed form, and that healed with gradients.
+QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": (BEST,), "heal": (HEAL,)}
 
 
 #: Validation context of a whole recipe: its sections leave the explaining to :func:`parse_recipe`.
@@ -57,7 +60,7 @@ class _Section(BaseModel):
 
 
 def _operators(names: tuple[str, ...]) -> tuple[str, ...]:
-    return _each_once(names, [base_operator(name) for name in names], (*OPERATORS, BEST), "operator")
+    return _each_once(names, [base_operator(name) for name in names], (*OPERATORS, BEST, HEAL), "operator")
 
 
 def _runtimes(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import BEST, REFIT, RecoverSection, base_operator, require_name
+from ghostexport.recipe import BEST, HEAL, REFIT, RecoverSection, base_operator, require_name
 from ghostexport.recovery.fits.solving import FOLDS
 from ghostexport.recovery.gathering import Gathered, Request, gather
 from ghostexport.recovery.held_out import figures, measure, measure_refit, say_lost_tokens
@@ -122,12 +122,15 @@ def best_operator(loaded: LoadedModel, cuts: Sequence[int] | None, sequences: in
 def resolve_best(
     section: RecoverSection, loaded: LoadedModel, cuts: Sequence[int] | None, sequences: int, execution: Execution
 ) -> RecoverSection:
-    """The section with ``best`` replaced by the operator it stands for on this model, which is said with the reason."""
-    if BEST not in map(base_operator, section.operators):
+    """The section with ``best`` and ``heal`` replaced by what they stand for on this model, said with the reason."""
+    if not {BEST, HEAL} & {*map(base_operator, section.operators)}:
         return section
     name, why = best_operator(loaded, cuts, sequences)
-    execution.say(f"recover: best is {name} here ({why})")
-    names = dict.fromkeys(name if base_operator(asked) == BEST else asked for asked in section.operators)
+    healed = "ghost-healed" if base_operator(name) == "ghost-split" else "ghost-weighted-healed"
+    meant = {BEST: name, BEST + REFIT: name, HEAL: healed, HEAL + REFIT: healed + REFIT}
+    for asked in {*section.operators} & {*meant}:
+        execution.say(f"recover: {asked} is {meant[asked]} here ({why})")
+    names = dict.fromkeys(meant.get(asked, asked) for asked in section.operators)
     return section.model_copy(update={"operators": tuple(names)})
 
 
