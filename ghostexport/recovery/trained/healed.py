@@ -78,7 +78,7 @@ def heal(
         ModelLayoutError: parts of the model are on disk.
     """
     loaded.require_whole("healing trains parts of it", "Use a device that holds the model, or a closed form.")
-    settings = {"epochs": section.epochs or 1, "rate": section.learning_rate or LEARNING_RATE}
+    settings: dict[str, Any] = {"epochs": section.epochs or 1, "rate": section.learning_rate or LEARNING_RATE}
     settings["matmuls"] = "bfloat16" if _has_bfloat16(loaded.device) else "float32"
     student = Student(loaded, start)
     with _folder(loaded, start, calibration, held_out, settings, execution) as folder:
@@ -235,7 +235,7 @@ class _Training:
         optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             loss = self.texts.loss(self.student, sequence)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         nn.utils.clip_grad_norm_(self.student.parameters, CLIP)
         optimizer.step()
         return float(loss.detach())
@@ -295,7 +295,7 @@ def say_cost(student: Student, calibration: CalibrationSet, epochs: int, executi
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with student.matmuls():
             logits = student.logits(batch, seen[0].detach())
-        logits.float().logsumexp(1).mean().backward()  # type: ignore[no-untyped-call]
+        logits.float().logsumexp(1).mean().backward()
     step = time.monotonic() - begun
     for parameter in student.parameters:
         parameter.grad = None
@@ -310,7 +310,7 @@ def say_cost(student: Student, calibration: CalibrationSet, epochs: int, executi
 
 
 def _trained(operator: Operator, module: BoundaryModule) -> Operator:
-    own = {key: values.detach().cpu().numpy().copy() for key, values in module.named_parameters()}
+    own: dict[str, Any] = {key: values.detach().cpu().numpy().copy() for key, values in module.named_parameters()}
     factors = (own.pop("factor_u"), own.pop("factor_v")) if "factor_u" in own else None
     return replace(operator, kind="ghost-healed", folds=(), factors=factors, **own)
 

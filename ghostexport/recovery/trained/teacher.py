@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Teacher:
         """Runs the model, unless ``folder`` holds a finished set of that name."""
         K, n = min(top, loaded.vocab_size), tokens.num_tokens
         done = folder / f"{name}.done"
-        mode = "r" if done.exists() else "w+"
+        mode: Literal["r", "w+"] = "r" if done.exists() else "w+"
         if mode == "w+":
             require_space(folder, (6 * K + 4) * n, "the dense model's predictions")
         self.values = np.memmap(folder / f"{name}.values", np.float16, mode, shape=(n, K))

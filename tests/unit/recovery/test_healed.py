@@ -111,7 +111,8 @@ def test_the_blocks_before_the_first_cut_run_in_the_dense_pass_alone(loaded):
     original = type(models.find_blocks(loaded.model)[0]).forward
 
     def counted(block, *args, **kwargs):
-        calls.append(block.self_attn.layer_idx)
+        if args[0].shape[1] > 1:  # not the look at what a block returns
+            calls.append(block.self_attn.layer_idx)
         return original(block, *args, **kwargs)
 
     start = recovered(loaded, "ghost-split")["ghost-split"]
@@ -156,12 +157,12 @@ def test_an_interrupted_training_goes_on_and_ends_the_same(loaded, tmp_path, mon
     assert found.to_bytes() == whole.to_bytes() and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["granite", "gemma2", "mixtral"])
 def test_blocks_that_split_does_not_fit_are_healed_from_weighted(monkeypatch, name):
     loaded = models.from_memory(tiny(name))
-    section = RecoverSection(quality="heal", learning_rate=1e-3)
+    section = RecoverSection(quality="heal", learning_rate=3e-4, epochs=4)
     (found,) = recover(loaded, PLAN, CALIBRATION, HELD_OUT, section).values()
-    assert found.name == ("ghost-healed" if name == "gpt2" else "ghost-weighted-healed")
+    assert found.name == ("ghost-healed" if name == "granite" else "ghost-weighted-healed")
     assert found.operators[0].fit["kl_after"] < found.operators[0].fit["kl_before"]
 
 
