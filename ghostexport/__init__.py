@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ghostexport.api import evaluate as evaluate
     from ghostexport.api import export as export
     from ghostexport.api import load as load
+    from ghostexport.api import quantize as quantize
     from ghostexport.api import recover as recover
     from ghostexport.api import save as save
     from ghostexport.api import select as select
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ghostexport.recipe import EvalSection as EvalSection
     from ghostexport.recipe import ExportSection as ExportSection
     from ghostexport.recipe import ModelSection as ModelSection
+    from ghostexport.recipe import QuantizeSection as QuantizeSection
     from ghostexport.recipe import Recipe as Recipe
     from ghostexport.recipe import RecoverSection as RecoverSection
     from ghostexport.recipe import SelectSection as SelectSection

@@ -52,7 +52,7 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
     flags = {flag: entry for flag, entry in FLAGS.items() if entry.section in sections}
 
     def command(**values: Any) -> None:
-        from ghostexport.recipe import require_name
+        from ghostexport.validation import require_name
 
         given: dict[str, dict[str, Any]] = {}
         for flag, entry in flags.items():
@@ -139,40 +139,41 @@ def surgery(
 
 @app.command()
 def quantize(
-    graph: Annotated[Path, typer.Argument(help="ONNX file of a float decoder.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write into.")],
-    form: Annotated[str, typer.Option("--format", help="int8, int4, fp8 or nvfp4: weights only.")] = "int4",
+    target: Annotated[str, typer.Argument(help="ONNX file of a float decoder, or a run folder.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write into.")] = None,
+    form: Annotated[list[str] | None, typer.Option("--format", help="int4 (default), int8, fp8, nvfp4.")] = None,
     block: Annotated[int | None, typer.Option(help="Inputs per scale; default: what divides every weight.")] = None,
-    scales: Annotated[str, typer.Option(help="search, or absmax.")] = "search",
-    head: Annotated[str, typer.Option(help="Head and tied embedding: keep, int8, or same as the rest.")] = "keep",
+    scales: Annotated[str | None, typer.Option(help="search (default), or absmax.")] = None,
+    head: Annotated[str | None, typer.Option(help="Head and tied embedding: keep (default), int8, same.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="A run's calibration file: scales are weighted by what the graph sees on it.")
     ] = None,
 ) -> None:
-    """Quantise the weights of an exported graph; the report lies beside the new graph as JSON."""
+    """Quantise the weights of an exported graph (or run the quantize stage of a run folder)."""
+    if not target.endswith(".onnx"):
+        given = {"format": form, "block": block, "scales": scales, "head": head}
+        _run_to("quantize", target, output, None, {"quantize": given})
+        return
+    from ghostexport import api
     from ghostexport import show as screen
-    from ghostexport.quantization.importance import measure_importance
-    from ghostexport.quantization.writer import quantize_graph
+    from ghostexport.execution import Execution
 
-    importance = None
+    if output is None:
+        raise RecipeError("quantize writes a new graph.", "Name a folder for it with -o.")
     with screen.display() as callbacks:
-        progress = callbacks["progress"]
-        if calibration is not None:
-            from ghostexport.calibration import load
-
-            tokens = load(calibration)[0].tokens
-            importance = measure_importance(graph, tokens, lambda *n: progress("quantize: inputs", *n))
-        report = quantize_graph(
-            graph,
-            output / f"{graph.stem}.{form}.onnx",
-            form,
-            block=block,
-            scales=scales,
-            head=head,
-            importance=importance,
-            progress=lambda *n: progress("quantize", *n),
-        )
-    screen.print_quantization(report)
+        for name in form or ["int4"]:
+            made = output / f"{Path(target).stem}.{name}.onnx"
+            report = api.quantize(
+                target,
+                made,
+                name,
+                calibration=calibration,
+                block=block,
+                scales=scales or "search",
+                head=head or "keep",
+                execution=Execution(**callbacks),
+            )
+            screen.print_quantization(report)
 
 
 @app.command()

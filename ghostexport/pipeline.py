@@ -3,7 +3,7 @@
 ::
 
     calibrate ─▶ select ─▶ recover ─┐
-    export ─────────────────────────┴─▶ surgery ─▶ verify ─▶ build ─▶ bench
+    export ─────────────────────────┴─▶ surgery ─▶ quantize ─▶ verify ─▶ build ─▶ bench
 
 Stages hand each other files in a run folder, never objects: each can be run alone, is skipped when it is current, and
 resumes after a crash. A stage is a function ``(RunFolder, Recipe, Execution) -> the files it wrote``.
@@ -11,18 +11,19 @@ resumes after a crash. A stage is a function ``(RunFolder, Recipe, Execution) ->
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
-from ghostexport.recipe import BEST, HEAL, REFIT, Recipe, base_operator
+from ghostexport.recipe import BEST, REFIT, Recipe, base_operator, float_variant
 from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -96,7 +97,6 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
         execution.say("recover: own pass over the calibration set (select left no statistics that serve it)")
     else:
         execution.say("recover: no own pass over the calibration set (select gathered the statistics in its pass)")
-    execution = replace(execution, scratch=folder.path)
     sets = fit_operators(loaded, plan, drawn, held_out, recipe.recover, execution, gathered)
     written = []
     for name, operators in sets.items():
@@ -125,8 +125,8 @@ def surgery(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
 
     plan = folder.read_plan()
     written = []
-    for done, variant in enumerate(recipe.variants[1:]):
-        execution.progress("surgery", done, len(recipe.variants) - 1)
+    for done, variant in enumerate(recipe.float_variants[1:]):
+        execution.progress("surgery", done, len(recipe.float_variants) - 1)
         graph, operators = folder.graph_path(variant), folder.read_operators(variant)
         if operators is not None:
             own, reason = operators.dtype_in(recipe.model.dtype)
@@ -140,17 +140,44 @@ def surgery(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
     return written
 
 
+def quantize(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
+    """Derives the quantised variants from the float graphs, scales weighted by what each graph sees itself."""
+    from ghostexport import calibration
+    from ghostexport.quantization.importance import TOKENS, measure_importance
+    from ghostexport.quantization.writer import quantize_graph
+
+    how, written = recipe.quantize.model_dump(exclude={"format"}), []
+    drawn, _ = calibration.load(folder.calibration_path)
+    tokens = drawn.tokens[: max(1, TOKENS // drawn.tokens.shape[1])]
+    importance: dict[str, Any] = {}
+    for variant in recipe.quantized_variants:
+        source, form = float_variant(variant), variant.rpartition(".")[2]
+        graph, output = folder.graph_path(source), folder.graph_path(variant)
+        if recipe.quantize.scales == "search" and source not in importance:
+            seen = functools.partial(execution.progress, f"quantize: what {source} sees")
+            importance[source] = measure_importance(graph, tokens, seen)
+        progress = functools.partial(execution.progress, f"quantize: {variant}")
+        report = quantize_graph(graph, output, form, importance=importance.get(source), progress=progress, **how)
+        written += [output, output.with_name(f"{output.name}.data"), folder.quantization_path(variant)]
+        execution.say(f"quantize: {variant}: {report.summary}")
+    return written
+
+
 def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Compares every graph on ONNX Runtime with the PyTorch model changed the same way."""
     from ghostexport import models, verification
+    from ghostexport.models.rounding import round_weights
 
     plan = folder.read_plan()
     dense = _loaded(recipe, execution)
     reports = {}
     for done, variant in enumerate(recipe.variants):
         execution.progress("verify", done, len(recipe.variants))
-        loaded = dense if variant == "dense" else models.patch(dense, plan, folder.read_operators(variant))
-        reports[variant] = verification.verify(loaded.model, folder.graph_path(variant), variant).to_json()
+        source = float_variant(variant)
+        model = (dense if source == "dense" else models.patch(dense, plan, folder.read_operators(variant))).model
+        if variant != source:
+            model = round_weights(model, folder.graph_path(source), folder.graph_path(variant))
+        reports[variant] = verification.verify(model, folder.graph_path(variant), variant).to_json()
     write_json(folder.parity_path, reports)
     return [folder.parity_path]
 
@@ -185,21 +212,31 @@ def bench(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]
     return bench_run(folder, recipe, execution)
 
 
+#: The stage that is left out where a recipe names no format.
+QUANTIZE = "quantize"
+
 STAGES = (
     Stage("calibrate", calibrate, (), ("model", "calibration"), ("transformers", "tokenizers")),
     Stage("select", select, ("calibrate",), ("model", "select"), ("torch", "transformers")),
     Stage("recover", recover, ("calibrate", "select"), ("model", "recover"), ("torch", "transformers", "numpy")),
     Stage("export", export, (), ("model", "export"), ("torch", "transformers", "onnxscript", "onnx-ir")),
     Stage("surgery", surgery, ("select", "recover", "export"), ("model", "recover"), ("onnx-ir",)),
-    Stage("verify", verify, ("select", "recover", "export", "surgery"), ("model",), ("torch", "onnxruntime")),
+    Stage(
+        QUANTIZE,
+        quantize,
+        ("calibrate", "export", "surgery"),
+        ("recover", "quantize"),
+        ("numpy", "onnx-ir", "onnxruntime"),
+    ),
+    Stage("verify", verify, ("select", "recover", "export", "surgery", QUANTIZE), ("model",), ("torch", "onnxruntime")),
     Stage(
         "eval",
         evaluate,
-        ("calibrate", "select", "recover", "export", "surgery"),
+        ("calibrate", "select", "recover", "export", "surgery", QUANTIZE),
         ("model", "recover", "eval"),
         ("torch", "transformers", "onnxruntime", "lm-eval"),
     ),
-    Stage("build", build, ("export", "surgery", "verify"), ("recover", "build"), ()),
+    Stage("build", build, ("export", "surgery", QUANTIZE, "verify"), ("recover", "build"), ()),
     Stage("bench", bench, ("calibrate", "build"), ("recover", "build", "bench"), ("onnxruntime",)),
 )
 
@@ -224,7 +261,7 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
     recipe = _resolved(recipe, execution, goal)
     with folder.lock():
         write_bytes(folder.recipe_path, recipe.to_yaml().encode())
-        wanted = _wanted(goal)
+        wanted = _wanted(goal, recipe)
         early = [stage for stage in wanted if stage.name in ("calibrate", "select")]
         if len(early) == 2 and not all(_is_current(stage, folder, recipe, execution) for stage in early):
             preflight(recipe, execution, goal)
@@ -240,14 +277,14 @@ def preflight(recipe: Recipe, execution: Execution, goal: str) -> None:
     """
     from ghostexport.recovery.recover import require_operators
 
-    names = {stage.name for stage in _wanted(goal)}
+    names = {stage.name for stage in _wanted(goal, recipe)}
     if goal == CHECKPOINT:
         _require_folded(recipe)
     if "build" in names:
         from ghostexport import runtimes
 
         for name in recipe.build.runtimes:
-            runtimes.require_buildable(name, recipe.build)
+            runtimes.require_buildable(name, recipe.build, recipe.quantize.format)
     loaded = _loaded(recipe, execution)
     require_operators(loaded, recipe.recover, recipe.select.spans, recipe.calibration.sequences)
     if "export" in names:
@@ -292,22 +329,28 @@ def _run_stage(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execu
     execution.say(f"{stage.name}: done in {time.monotonic() - started:.1f} s")
 
 
-def _wanted(goal: str) -> list[Stage]:
+def _wanted(goal: str, recipe: Recipe) -> list[Stage]:
+    if goal == QUANTIZE and not recipe.quantize.format:
+        raise RecipeError("No format to quantise to is named.", "Give --format int4 (or int8, fp8, nvfp4).")
     by_name = {stage.name: stage for stage in STAGES}
     wanted: set[str] = set()
     frontier = ["recover" if goal == CHECKPOINT else goal]
     while frontier:
         name = frontier.pop()
         wanted.add(name)
-        frontier += by_name[name].needs
+        frontier += _needs(by_name[name], recipe)
     return [stage for stage in STAGES if stage.name in wanted]
+
+
+def _needs(stage: Stage, recipe: Recipe) -> list[str]:
+    return [need for need in stage.needs if need != QUANTIZE or recipe.quantize.format]
 
 
 def _inputs(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     from ghostexport import models
 
     files = models.source_files(_source(recipe, execution)) if "model" in stage.sections else []
-    return [*files, *(path for need in stage.needs for path in folder.outputs(need))]
+    return [*files, *(path for need in _needs(stage, recipe) for path in folder.outputs(need))]
 
 
 def _source(recipe: Recipe, execution: Execution) -> Path:
@@ -338,7 +381,7 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 def _resolved(recipe: Recipe, execution: Execution, goal: str) -> Recipe:
     recipe.select.require_removal()
-    if {BEST, HEAL} & {*map(base_operator, recipe.recover.operators)} and goal not in ("calibrate", "export"):
+    if BEST in map(base_operator, recipe.recover.operators) and goal not in ("calibrate", "export"):
         from ghostexport.recovery.recover import resolve_best
 
         cuts = None if recipe.select.spans is None else [start for start, _ in recipe.select.spans]

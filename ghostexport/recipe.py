@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ghostexport.errors import RecipeError
+from ghostexport.quantization.targets import HEADS, SCALES, SMALLEST_SM
 from ghostexport.recovery.registry import OPERATORS
 from ghostexport.selection.criteria import CRITERIA
+from ghostexport.validation import WHOLE, Section, explain, require_each_once, require_name
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -25,59 +26,25 @@ REFIT = "+refit"
 #: ghost-weighted. A run's ``recipe.yaml`` has the name it stands for.
 BEST = "best"
 
-#: Stands for ghost-healed, or ghost-weighted-healed where no ghost-split can be solved to start from.
-HEAL = "heal"
-
-#: ``--quality``, in the order of cost: the published operator, the best closed form, and that healed with gradients.
-QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": (BEST,), "heal": (HEAL,)}
-
-
-#: Validation context of a whole recipe: its sections leave the explaining to :func:`parse_recipe`.
-_WHOLE = "recipe"
-
-
-class _Section(BaseModel):
-    """Validated alike from YAML and from Python; lists count as tuples.
-
-    Raises:
-        RecipeError: an unknown key or a wrong value; the message names the valid ones and the nearest.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    resolved: ClassVar[tuple[str, ...]] = ()  #: keys that are read and resolved into others
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _explained(cls, data: Any, handler: Callable[[Any], Self], info: Any) -> Self:
-        if isinstance(data, dict):
-            data = {key: _tupled(value) for key, value in data.items()}
-        if info.context == _WHOLE:
-            return handler(data)
-        try:
-            return handler(data)
-        except ValidationError as error:
-            raise RecipeError("\n".join(_explain(cls, cls.__name__, e) for e in error.errors())) from None
+#: ``--quality``: ``paper`` is the published operator, ``best`` the combination that benchmarks/results supports.
+QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": (BEST,)}
 
 
 def _operators(names: tuple[str, ...]) -> tuple[str, ...]:
-    return _each_once(names, [base_operator(name) for name in names], (*OPERATORS, BEST, HEAL), "operator")
+    return require_each_once(names, [base_operator(name) for name in names], (*OPERATORS, BEST), "operator")
 
 
 def _runtimes(names: tuple[str, ...]) -> tuple[str, ...]:
     from ghostexport.runtimes import RUNTIMES  # reads recipes itself
 
-    return _each_once(names, names, RUNTIMES, "runtime")
+    return require_each_once(names, names, RUNTIMES, "runtime")
 
 
-def _each_once(names: tuple[str, ...], kinds: Iterable[str], valid: Iterable[str], what: str) -> tuple[str, ...]:
-    for kind in kinds:
-        require_name(kind, valid, what)
-    if len(set(names)) != len(names):
-        raise RecipeError(f"{what}s are named twice: {', '.join(names)}.", "Name each once.")
-    return names
+def _forms(names: tuple[str, ...]) -> tuple[str, ...]:
+    return require_each_once(names, names, SMALLEST_SM, "format")
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """Which model, in which precision; ``trust_remote_code`` runs the Python code that the source brings."""
 
     source: str
@@ -86,7 +53,7 @@ class ModelSection(_Section):
     trust_remote_code: bool = False
 
 
-class CalibrationSection(_Section):
+class CalibrationSection(Section):
     """Text: where from, how many windows of how many tokens to fit and to measure on, which draw, BOS in front."""
 
     source: str = "wikitext2"
@@ -97,7 +64,7 @@ class CalibrationSection(_Section):
     bos: bool = True
 
 
-class SelectSection(_Section):
+class SelectSection(Section):
     """Which blocks go.
 
     Attributes:
@@ -124,7 +91,7 @@ class SelectSection(_Section):
             )
 
 
-class RecoverSection(_Section):
+class RecoverSection(Section):
     """How the cut is repaired.
 
     Attributes:
@@ -135,7 +102,6 @@ class RecoverSection(_Section):
         per_block: plans of several runs get the product of one map per removed block instead of one map per run.
         ratio: LinearPatch's scale: mean over sequences of the ratio (its code), or ratio of the means (its paper).
         epochs: passes of the trained kinds over the calibration set; None for their published number.
-        learning_rate: highest one of the healed kinds; None for 2e-4.
         ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
         rank: rank of their matrices; None for full.
         refit_upstream: kept blocks before each cut that ``+refit`` also refits.
@@ -154,7 +120,6 @@ class RecoverSection(_Section):
     per_block: bool = False
     ratio: Literal["mean-of-ratios", "ratio-of-means"] = "mean-of-ratios"
     epochs: Annotated[int, Field(ge=1)] | None = None
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -175,14 +140,40 @@ class RecoverSection(_Section):
         return given
 
 
-class ExportSection(_Section):
+class ExportSection(Section):
     """Who exports, and to which ONNX operator set."""
 
     exporter: Literal["auto", "transformers", "optimum"] = "auto"
     opset: Annotated[int, Field(ge=18, le=26)] = 20
 
 
-class BuildSection(_Section):
+class QuantizeSection(Section):
+    """Which quantised variants there are beside the float ones; see :mod:`ghostexport.quantization`.
+
+    Attributes:
+        format: forms of the weights; every variant but ``pruned`` exists in each: ``dense.int4``, ``ghost.int4``. One
+            name, ``none``, or a list.
+        block: inputs per scale; None for the form's first that divides every linear's inputs.
+        scales: ``search``: least error, weighted by what each linear sees on the calibration set; ``absmax``.
+        head: what becomes of the head, and of an embedding tied to it: ``keep``, ``int8``, or ``same`` as the rest.
+    """
+
+    format: Annotated[tuple[str, ...], AfterValidator(_forms)] = ()
+    block: Annotated[int, Field(ge=1)] | None = None
+    scales: Annotated[str, AfterValidator(lambda name: require_name(name, SCALES, "way to scale"))] = "search"
+    head: Annotated[str, AfterValidator(lambda name: require_name(name, HEADS, "way to treat the head"))] = "keep"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "format" not in data:
+            return data
+        given = data["format"]
+        names = (given,) if isinstance(given, str) else given
+        return data | {"format": () if names in (("none",), ["none"]) else names}
+
+
+class BuildSection(Section):
     """How engines are shaped. Sizes are in sequences (batch) and tokens; an option a runtime lacks is refused.
 
     Attributes:
@@ -246,7 +237,7 @@ BENCH_PRESETS: dict[str, dict[str, Any]] = {
 Counts = tuple[Annotated[int, Field(ge=1)], ...]
 
 
-class BenchSection(_Section):
+class BenchSection(Section):
     """What the benchmark measures. A workload that does not fit an engine's profiles is left out, with the reason.
 
     Attributes:
@@ -282,7 +273,7 @@ class BenchSection(_Section):
         return BENCH_PRESETS[preset] | data
 
 
-class EvalSection(_Section):
+class EvalSection(Section):
     """What the eval stage measures.
 
     Attributes:
@@ -306,22 +297,35 @@ class EvalSection(_Section):
     seed: int = 0
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """Everything that changes an artefact. A run folder's ``recipe.yaml`` is one, with all defaults written out."""
+
+    whole: ClassVar[bool] = True
 
     model: ModelSection
     calibration: CalibrationSection = CalibrationSection()
     select: SelectSection = SelectSection()
     recover: RecoverSection = RecoverSection()
     export: ExportSection = ExportSection()
+    quantize: QuantizeSection = QuantizeSection()
     build: BuildSection = BuildSection()
     bench: BenchSection = BenchSection()
     eval: EvalSection = EvalSection()
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """``dense``, ``pruned`` and one per operator, in report order."""
+        """``dense``, ``pruned``, one per operator, then the quantised ones, in report order."""
+        return (*self.float_variants, *self.quantized_variants)
+
+    @property
+    def float_variants(self) -> tuple[str, ...]:
         return ("dense", "pruned", *self.recover.operators)
+
+    @property
+    def quantized_variants(self) -> tuple[str, ...]:
+        """``dense.int4``, ``ghost.int4``, ...: nobody deploys ``pruned``, so it stays float."""
+        sources = [variant for variant in self.float_variants if variant != "pruned"]
+        return tuple(f"{variant}.{form}" for form in self.quantize.format for variant in sources)
 
     def section_sha256(self, names: Iterable[str]) -> str:
         """Hash of some sections; a stage is stale when the hash of the sections it reads changes."""
@@ -343,9 +347,9 @@ def parse_recipe(data: Any, origin: str = "recipe") -> Recipe:
         RecipeError: the message names the field path, the valid names and the nearest one.
     """
     try:
-        return Recipe.model_validate_json(json.dumps(data), context=_WHOLE)
+        return Recipe.model_validate_json(json.dumps(data), context=WHOLE)
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(Recipe, origin, e) for e in error.errors())) from None
+        raise RecipeError("\n".join(explain(Recipe, origin, e) for e in error.errors())) from None
     except TypeError as error:
         raise RecipeError(
             f"{origin}: {error}", "A recipe is plain YAML: mappings, lists, strings and numbers."
@@ -367,33 +371,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return data
 
 
-def require_name(name: str, valid: Iterable[str], what: str) -> str:
-    """Returns ``name``, or raises RecipeError with the nearest valid name when it is not in ``valid``."""
-    valid = tuple(valid)
-    if name not in valid:
-        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise RecipeError(f"Unknown {what} {name!r}.", f"{hint}Valid: {', '.join(valid)}.")
-    return name
+def float_variant(name: str) -> str:
+    """The float variant that a variant is made from: ``ghost`` for ``ghost`` and for ``ghost.int4``."""
+    return name.partition(".")[0]
 
 
 def base_operator(name: str) -> str:
     """The kind of an operator name, without ``+refit``."""
     return name.removesuffix(REFIT)
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(_tupled(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _explain(root: Any, origin: str, error: Any) -> str:
-    levels = 2 if root is Recipe else 1  # below a key, words name members of a union
-    path = ".".join(str(part) for depth, part in enumerate(error["loc"]) if depth < levels or isinstance(part, int))
-    if error["type"] != "extra_forbidden":
-        return f"{origin}: {path or 'recipe'}: {error['msg']} (got {error['input']!r})"
-    for part in error["loc"][:-1]:
-        root = root.model_fields[part].annotation
-    valid = (*root.model_fields, *root.resolved)
-    near = difflib.get_close_matches(str(error["loc"][-1]), valid, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{origin}: unknown key {path!r}.{hint} Valid: {', '.join(valid)}."

@@ -21,6 +21,7 @@ from ghostexport.errors import RunFolderError
 from ghostexport.files import atomic_path, cannot_write, sha256_file, write_json
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
+from ghostexport.recipe import float_variant
 
 SCHEMA = "ghostexport.manifest/2"
 #: Folders that calibrate, select and recover never read, and that may be large.
@@ -58,6 +59,10 @@ class RunFolder:
         """What surgery did to make the variant's graph."""
         return self.path / "onnx" / f"{variant}.surgery.json"
 
+    def quantization_path(self, variant: str) -> Path:
+        """What quantisation did to make the variant's graph."""
+        return self.path / "onnx" / f"{variant}.quantization.json"
+
     def engine_path(self, runtime: str, variant: str) -> Path:
         """Path of the engine without its suffix, which the runtime chooses."""
         return self.path / "engines" / runtime / variant
@@ -91,10 +96,11 @@ class RunFolder:
             ) from error
 
     def read_operators(self, variant: str) -> OperatorSet | None:
-        """The operators of a variant; None for ``dense`` and ``pruned``, which have none."""
-        if variant in ("dense", "pruned"):
+        """The operators of a variant, float or quantised; None for ``dense`` and ``pruned``, which have none."""
+        name = float_variant(variant)
+        if name in ("dense", "pruned"):
             return None
-        return load_operators(self.require(self.operators_path(variant), "recover"))
+        return load_operators(self.require(self.operators_path(name), "recover"))
 
     def read_parity(self) -> dict[str, Any]:
         """Variant -> parity report; empty before the stage has run."""
@@ -133,12 +139,13 @@ class RunFolder:
             parity=self.read_parity(),
             benches=benches,
             sidecars={d.name: {f.stem: _json(f) for f in sorted(d.glob("*.json"))} for d in runtimes},
-            surgery={
-                f.name.removesuffix(".surgery.json"): _json(f)
-                for f in sorted((self.path / "onnx").glob("*.surgery.json"))
-            },
+            surgery=self._by_variant(".surgery.json"),
+            quantization=self._by_variant(".quantization.json"),
             operators={f.stem: load_operators(f) for f in sorted((self.path / "operators").glob("*.safetensors"))},
         )
+
+    def _by_variant(self, suffix: str) -> dict[str, dict[str, Any]]:
+        return {f.name.removesuffix(suffix): _json(f) for f in sorted((self.path / "onnx").glob(f"*{suffix}"))}
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -319,6 +326,7 @@ class RunFiles:
         benches: runtime -> figures.
         sidecars: runtime -> variant -> engine sidecar.
         surgery: variant -> surgery report.
+        quantization: quantised variant -> quantisation report.
         operators: variant -> operators.
     """
 
@@ -334,6 +342,7 @@ class RunFiles:
     benches: dict[str, dict[str, Any]]
     sidecars: dict[str, dict[str, dict[str, Any]]]
     surgery: dict[str, dict[str, Any]]
+    quantization: dict[str, dict[str, Any]]
     operators: dict[str, OperatorSet]
 
     @property
@@ -358,7 +367,8 @@ class RunFiles:
         operators = self.recipe.get("recover", {}).get("operators", [])
         named = [v for b in self.benches.values() for v in b["variants"]]
         measured = [v for found in (self.engine_quality, self.model_quality) for v in found.get("variants", {})]
-        return list(dict.fromkeys(["dense", "pruned", *operators, *named, *measured, *self.operators]))
+        found = dict.fromkeys(["dense", "pruned", *operators, *named, *measured, *self.operators, *self.quantization])
+        return sorted(found, key=lambda name: name != float_variant(name))  # the quantised ones last
 
 
 def _json(path: Path, remedy: str = "Delete it and run the stage again.") -> dict[str, Any]:

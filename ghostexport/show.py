@@ -35,10 +35,9 @@ def display() -> Iterator[dict[str, Any]]:
     tasks: dict[str, Any] = {}
 
     def update(task: str, done: int, total: int | None) -> None:
-        name = task.partition(" · ")[0]
-        if name not in tasks:
-            tasks[name] = bars.add_task(task, total=total)
-        bars.update(tasks[name], completed=done, total=total, description=task, visible=total is None or done < total)
+        if task not in tasks:
+            tasks[task] = bars.add_task(task, total=total)
+        bars.update(tasks[task], completed=done, total=total, visible=total is None or done < total)
 
     said: set[str] = set()
 
@@ -98,6 +97,8 @@ def _variant_facts(run: RunFiles, variant: str) -> dict[str, str]:
             facts[column] = form.format(size[key])
     if "weight_bytes" in size:
         facts["MB"] = f"{size['weight_bytes'] / 1e6:.1f}"
+    if variant in run.quantization:
+        facts["weights in"] = run.quantization[variant]["form"]
     if variant in run.operators:
         fits = [operator.fit for operator in run.operators[variant].operators]
         for column, key in (("NMSE held-out", "nmse_held_out"), ("relative error held-out", "relative_error_held_out")):
@@ -179,10 +180,7 @@ def print_quantization(report: QuantizationReport) -> None:
         what = f"{len(rows)}" + (f" ({reason})" if reason else "")
         table.add_row(what, form or "float", str(block or ""), *shown, f"{sum(row.bytes for row in rows) / 1e6:.1f}")
     _out.print(table)
-    _out.print(
-        f"{report.output}: weights {report.weight_bytes_before / 1e6:.1f} -> {report.weight_bytes_after / 1e6:.1f} MB, "
-        f"opset {report.opset_before} -> {report.opset_after}"
-    )
+    _out.print(f"{report.output}: {report.summary}, opset {report.opset_before} -> {report.opset_after}")
 
 
 def print_graph(report: GraphReport, as_json: bool) -> None:

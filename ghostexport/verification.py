@@ -24,6 +24,8 @@ from ghostexport.errors import ParityError
 from ghostexport.float32_twin import write_float32_twin
 from ghostexport.kv_names import parse_kv_name
 from ghostexport.models.running import cache_tensors, step
+from ghostexport.quantization.reader import write_unpacked
+from ghostexport.runtimes.interface import read_interface
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.runtimes.ort.ort_session import OrtSession
 
@@ -56,6 +58,10 @@ TOLERANCES: Mapping[str, Tolerance] = {
 _BFLOAT16_NOTE = (
     "ONNX Runtime has no bfloat16 kernels on the CPU: both sides were widened to float32 and compared there; "
     "bfloat16 rounding was not checked."
+)
+
+_FOUR_BIT_FLOAT_NOTE = (
+    "ONNX Runtime has no kernels for four-bit floats on the CPU: the weights were unpacked to what they stand for."
 )
 
 
@@ -158,14 +164,15 @@ def compare(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.
     if tokens is None:
         vocab_size = int(model.config.get_text_config().vocab_size)
         tokens = np.random.default_rng(0).integers(0, vocab_size, (2, LONG + 1), dtype=np.int64)
-    if dtype == "bfloat16":
-        with tempfile.TemporaryDirectory(prefix=".parity.", dir=graph.parent) as folder:
-            twin = write_float32_twin(graph, Path(folder))
-            outputs = _compare_all(copy.deepcopy(model).float(), twin, tokens, TOLERANCES["float32"])
-        computed_in, note = "float32", _BFLOAT16_NOTE
-    else:
-        outputs = _compare_all(model, graph, tokens, TOLERANCES[dtype])
-        computed_in, note = dtype, ""
+    computed_in, note = dtype, ""
+    with tempfile.TemporaryDirectory(prefix=".parity.", dir=graph.parent) as folder:
+        runnable = graph
+        if "FLOAT4E2M1" in read_interface(graph).weight_types:
+            runnable, note = write_unpacked(graph, Path(folder)), _FOUR_BIT_FLOAT_NOTE
+        if dtype == "bfloat16":
+            runnable = write_float32_twin(runnable, Path(folder))
+            model, computed_in, note = copy.deepcopy(model).float(), "float32", f"{note} {_BFLOAT16_NOTE}".strip()
+        outputs = _compare_all(model, runnable, tokens, TOLERANCES[computed_in])
     window = _window(model)
     if window > FARTHEST:
         note = f"{note} The window of {window} tokens was not left.".strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -12,6 +13,7 @@ from ghostexport.api.options import (
     ExportOptions,
     File,
     Plan,
+    drawn_of,
     held_out_of,
     operators_of,
     options_of,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ghostexport.calibration import CalibrationSet, Tokens
     from ghostexport.exporters.graph_file import OnnxGraphFile
     from ghostexport.models import LoadedModel
+    from ghostexport.quantization.writer import QuantizationReport
     from ghostexport.runtimes.base import EngineFile
     from ghostexport.surgery.surgery_report import SurgeryReport
     from ghostexport.verification import ParityReport
@@ -94,6 +97,46 @@ def surgery(
         plan = change if isinstance(change, PrunePlan) else plan_of(change, inspect_graph(path, pattern).num_blocks)
     return operate(
         path, plan, operators, Path(output), self_contained=self_contained, kv_pattern=pattern, dry_run=dry_run
+    )
+
+
+def quantize(
+    graph: File,
+    output: str | Path,
+    form: str = "int4",
+    *,
+    calibration: Tokens | CalibrationSet | str | Path | None = None,
+    block: int | None = None,
+    scales: str = "search",
+    head: str = "keep",
+    execution: Execution | None = None,
+) -> QuantizationReport:
+    """Quantises the weights of a graph; see :func:`ghostexport.quantization.writer.quantize_graph`.
+
+    Args:
+        graph: ONNX file of a float decoder, of any producer.
+        output: the new ONNX file; its report lies beside it.
+        form: ``int4``, ``int8``, ``fp8`` or ``nvfp4``.
+        calibration: tokens, or a run's file of them; the search is weighted by what the graph sees on them.
+        block, scales, head: as in :class:`QuantizeSection`.
+
+    Raises:
+        RecipeError: an unknown form, way to scale, or way to treat the head.
+        SurgeryError: nothing to quantise, quantised already, or a block that does not divide.
+    """
+    from ghostexport.calibration import load
+    from ghostexport.quantization.importance import measure_importance
+    from ghostexport.quantization.writer import quantize_graph
+
+    execution, path = execution or Execution(), path_of(graph)
+    importance = None
+    if calibration is not None:
+        drawn = load(Path(calibration)) if isinstance(calibration, str | Path) else calibration
+        seen = functools.partial(execution.progress, "quantize: inputs")
+        importance = measure_importance(path, drawn_of(drawn).tokens, seen)
+    progress = functools.partial(execution.progress, f"quantize: {form}")
+    return quantize_graph(
+        path, Path(output), form, block=block, scales=scales, head=head, importance=importance, progress=progress
     )
 
 

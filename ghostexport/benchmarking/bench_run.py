@@ -23,7 +23,7 @@ from ghostexport.execution import Execution
 from ghostexport.files import write_json
 from ghostexport.models import resolve_source
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import BenchSection, BuildSection, Recipe
+from ghostexport.recipe import BenchSection, BuildSection, Recipe, float_variant
 from ghostexport.report.page import write_report
 from ghostexport.report.table import live_rows, summary_cells
 from ghostexport.runfolder import RunFolder
@@ -121,8 +121,10 @@ def write_bench(folder: RunFolder, runtime: str, measured: BenchReport) -> list[
 
 
 def _facts(folder: RunFolder, plan: PrunePlan, variant: str, query_heads: int | None) -> VariantFacts:
-    blocks = plan.num_blocks if variant == "dense" else len(plan.kept)
-    graph = folder.require(folder.graph_path(variant), "export" if variant == "dense" else "surgery")
+    source = float_variant(variant)
+    blocks = plan.num_blocks if source == "dense" else len(plan.kept)
+    made_by = "quantize" if variant != source else "export" if variant == "dense" else "surgery"
+    graph = folder.require(folder.graph_path(variant), made_by)
     return read_facts(graph, blocks, query_heads)
 
 

@@ -20,9 +20,10 @@ from ghostexport.evaluation.text import Forward, QualityMeter, continuation, mea
 from ghostexport.execution import Execution
 from ghostexport.files import write_json
 from ghostexport.models import LoadedModel
+from ghostexport.models.rounding import round_weights
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import EvalSection, Recipe
+from ghostexport.recipe import EvalSection, Recipe, float_variant
 from ghostexport.runfolder import RunFolder
 
 #: Tokens of held-out text that a generation sample continues.
@@ -36,7 +37,8 @@ def eval_run(
     """Measures every variant.
 
     The file holds ``text`` (held-out windows, their BOS token), ``variants`` (``perplexity``, ``kl`` in nats and
-    ``top1`` against dense, ``onnx`` the same of the graph, ``losses`` per window, ``sample``, ``tasks``),
+    ``top1`` against dense, ``kl_float`` against the variant it was quantised from, ``onnx`` the same of the graph,
+    ``losses`` per window, ``sample``, ``tasks``),
     ``differences`` between all pairs with paired bootstrap intervals, ``boundaries`` (ladder, operators).
 
     Raises:
@@ -47,6 +49,9 @@ def eval_run(
     windows = held_out.first(section.windows)
     variants = {"dense": loaded.model, "pruned": models.patch(loaded, plan).model}
     variants |= {name: models.patch(loaded, plan, operators).model for name, operators in sets.items()}
+    for name in recipe.quantized_variants:
+        source = float_variant(name)
+        variants[name] = round_weights(variants[source], folder.graph_path(source), folder.graph_path(name))
     meters = measure({n: torch_forward(m) for n, m in variants.items()}, windows, "dense", execution)
     report: dict[str, Any] = {
         "text": {"windows": len(windows), "length": windows.tokens.shape[1], "spec": dict(windows.spec)},
@@ -54,6 +59,10 @@ def eval_run(
         "differences": _differences(meters, section),
         "boundaries": boundary_errors(loaded, plan, sets, drawn, windows, execution) if plan.removed else [],
     }
+    for name in recipe.quantized_variants:
+        source = float_variant(name)
+        pair = {source: torch_forward(variants[source]), name: torch_forward(variants[name])}
+        report["variants"][name]["kl_float"] = measure(pair, windows, source, execution)[name].result().mean_kl
     if section.onnx:
         for name, meter in _onnx_meters(folder, recipe, variants, windows, execution).items():
             report["variants"][name]["onnx"] = {k: v for k, v in _figures(meter).items() if k != "losses"}
@@ -92,11 +101,14 @@ def _onnx_meters(
 ) -> dict[str, QualityMeter]:
     """Every graph on ONNX Runtime, one at a time, compared with the dense PyTorch model."""
     from ghostexport.float32_twin import write_float32_twin
+    from ghostexport.quantization.reader import write_unpacked
 
     found = {}
     for name in variants:
         with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
             graph = folder.graph_path(name)
+            if name.endswith(".nvfp4"):  # nor for four-bit floats
+                graph = write_unpacked(graph, Path(scratch))
             if recipe.model.dtype == "bfloat16":  # ONNX Runtime has no bfloat16 kernels on the CPU
                 graph = write_float32_twin(graph, Path(scratch))
             pair = {"dense torch": torch_forward(variants["dense"]), name: onnx_forward(graph)}

@@ -22,7 +22,7 @@ import yaml
 from ghostexport.errors import RecipeError, RuntimeUnavailableError
 from ghostexport.evaluation.intervals import paired_average, paired_mean
 from ghostexport.execution import Execution
-from ghostexport.recipe import require_name
+from ghostexport.validation import require_name
 
 #: demo task -> lm-eval's task file, and the folder of its questions in the package.
 DEMO_TASKS = {

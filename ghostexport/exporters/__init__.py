@@ -46,7 +46,7 @@ def choose_exporter(name: str = "auto") -> tuple[str, str]:
         RecipeError: there is no exporter of this name.
         RuntimeUnavailableError: it is not installed, or with ``auto`` none is; the message names the ``pip install``.
     """
-    from ghostexport.recipe import require_name
+    from ghostexport.validation import require_name
 
     if name != "auto":
         require_name(name, EXPORTERS, "exporter")

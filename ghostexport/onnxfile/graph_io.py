@@ -77,9 +77,14 @@ def values(tensor: ir.TensorProtocol) -> NDArray[Any]:
     """The numbers of a weight. onnx-ir reads no data file that is a link or has a second name; checked ones may be."""
     if not isinstance(tensor, ir.ExternalTensor):
         return tensor.numpy()
-    shape = tensor.shape.numpy()
-    flat = np.fromfile(tensor.path, tensor.dtype.numpy(), int(np.prod(shape)), offset=tensor.offset or 0)
-    return flat.reshape(shape)
+    shape, kind = tensor.shape.numpy(), tensor.dtype.numpy()
+    count = int(np.prod(shape))
+    if tensor.dtype.bitwidth == 4:  # two to a byte, the first in the low half
+        packed = np.fromfile(tensor.path, np.uint8, (count + 1) // 2, offset=tensor.offset or 0)
+        halves = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)[:count]
+        signed = (halves ^ 8).astype(np.int8) - 8 if tensor.dtype == ir.DataType.INT4 else halves
+        return (signed.astype(kind) if tensor.dtype.is_integer() else halves.view(kind)).reshape(shape)
+    return np.fromfile(tensor.path, kind, count, offset=tensor.offset or 0).reshape(shape)
 
 
 def weight_bytes(model: ir.Model) -> int:

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from ghostexport.onnxfile import load_graph, save_graph
 from ghostexport.quantization.linears import find_linears
 
+#: Calibration tokens that suffice for a diagonal: its entries are sums of as many squares.
+TOKENS = 16384
+
 _PREFIX = "ghostexport.importance."
 
 
@@ -35,6 +38,8 @@ def measure_importance(
     Raises:
         RuntimeUnavailableError: onnxruntime is missing, or cannot run the graph.
     """
+    from ghostexport.float32_twin import write_float32_twin
+    from ghostexport.runtimes.interface import read_interface
     from ghostexport.runtimes.ort.onnxruntime import open_graph
 
     model = load_graph(graph)
@@ -43,6 +48,8 @@ def measure_importance(
     with tempfile.TemporaryDirectory(prefix=".importance.", dir=graph.parent) as folder:
         probed = Path(folder) / graph.name
         save_graph(model, probed, [], self_contained=True)
+        if read_interface(graph).dtype != "float32":  # half precision has slow kernels on the CPU, or none
+            probed = write_float32_twin(probed, Path(tempfile.mkdtemp(dir=folder)))
         session = open_graph(probed)
         for done, row in enumerate(tokens):
             progress(done, len(tokens))

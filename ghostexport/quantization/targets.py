@@ -1,9 +1,12 @@
-"""What a device and a runtime can hold, as real builds showed: refused here, before anything long starts."""
+"""What can be asked for, and what a device and a runtime can hold (as real builds showed): refused in time."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+
+SCALES = ("search", "absmax")
+HEADS = ("keep", "int8", "same")
 
 #: form -> smallest compute capability whose engines hold it. TensorRT-RTX 1.7 refuses the others at build time
 #: ("model contains HW-specific datatypes"); Orin is SM87.

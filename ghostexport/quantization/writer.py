@@ -27,10 +27,8 @@ from ghostexport.onnxfile import load_graph, save_graph, weight_bytes
 from ghostexport.quantization.forms import FORMS, SCALE_DTYPES, Form
 from ghostexport.quantization.linears import Linear, find_linears
 from ghostexport.quantization.scales import dequantize, quantize, relative_error
-from ghostexport.recipe import require_name
-
-SCALES = ("search", "absmax")
-HEADS = ("keep", "int8", "same")
+from ghostexport.quantization.targets import HEADS, SCALES
+from ghostexport.validation import require_name
 
 #: Oldest opset whose decoders read the same when a newer one is declared.
 OLDEST = 18
@@ -94,6 +92,13 @@ class QuantizationReport:
     weight_bytes_before: int
     weight_bytes_after: int
     linears: tuple[QuantizedLinear, ...]
+
+    @property
+    def summary(self) -> str:
+        """One line: how many weights, how large."""
+        rounded = sum(linear.form is not None for linear in self.linears)
+        before, after = self.weight_bytes_before / 1e6, self.weight_bytes_after / 1e6
+        return f"{rounded} of {len(self.linears)} matrices in {self.form}, weights {before:.1f} -> {after:.1f} MB"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready data."""

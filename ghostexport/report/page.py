@@ -16,7 +16,13 @@ from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.files import write_bytes
 from ghostexport.report import plots
 from ghostexport.report.runs import Sweep, sweep_plots
-from ghostexport.report.sections import Section, evaluation_section, number_rows, selection_section
+from ghostexport.report.sections import (
+    Section,
+    evaluation_section,
+    number_rows,
+    quantization_section,
+    selection_section,
+)
 from ghostexport.report.table import Row, headline, quality_rows, sentences, size_rows, speed_rows
 from ghostexport.runfolder import RunFiles, RunFolder
 
@@ -48,7 +54,9 @@ def render(folder: RunFolder) -> str:
     sections += [
         s for name, bench in run.benches.items() for s in (_speed(run, name, bench), _latency(run, name, bench))
     ]
-    sections += [_sizes(run), selection_section(run), _operators(run), _graph(run), _conditions(run), _reproduce(run)]
+    sections += [_sizes(run), selection_section(run), _operators(run)]
+    sections += [quantization_section(run)] if run.quantization else []
+    sections += [_graph(run), _conditions(run), _reproduce(run)]
     facts = {"Model": run.model, "Removed": run.cut, "Runtimes": ", ".join(run.benches) or "not measured yet"}
     for name, bench in run.benches.items():
         card = bench["card"]

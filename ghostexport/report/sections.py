@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -234,3 +235,24 @@ def _round(index: int, found: Mapping[str, Any]) -> Row:
 
 def _span(start: int, stop: int) -> str:
     return f"[{start}, {stop})"
+
+
+def quantization_section(run: RunFiles) -> Section:
+    """The quantised variants: form, block, errors, what was kept."""
+    section = Section(
+        "quantization",
+        "Quantised weights",
+        "Relative errors of the matrices' outputs, weighted by what they see on the calibration set where measured.",
+    )
+    rows: list[Row] = []
+    for variant, report in run.quantization.items():
+        linears = [row for row in report["linears"] if row["form"]]
+        kept = [row["weight"] for row in report["linears"] if not row["form"]]
+        errors = [row["relative_error"] for row in linears]
+        blocks = ", ".join(dict.fromkeys(str(row["block"] or "channel") for row in linears))
+        cells = [report["form"], blocks, report["scales"] + " (weighted)" * report["weighted"], str(len(linears))]
+        cells += [f"{statistics.mean(errors):.3f}", f"{max(errors):.3f}"]
+        rows.append((variant, [*cells, ", ".join(kept) or "none", f"{report['weight_bytes_after'] / 1e6:.1f}"]))
+    columns = ["form", "block", "scales", "matrices", "mean error", "largest", "kept in float", "MB"]
+    section.tables.append(("", columns, rows))
+    return section

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from ghostexport.errors import GhostExportError, RuntimeUnavailableError
+from ghostexport.errors import GhostExportError, RecipeError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.operators import load_operators
-from ghostexport.recipe import BuildSection, require_name
+from ghostexport.quantization.targets import refusal
+from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.base import EngineFile, Runtime, Session
 from ghostexport.runtimes.building import refuse_foreign
 from ghostexport.runtimes.interface import read_interface
 from ghostexport.runtimes.nvinfer.flavours import TensorRT, TensorRTRTX
 from ghostexport.runtimes.ort.onnxruntime import OnnxRuntime
 from ghostexport.runtimes.sidecar import is_current, read_sidecar, require_intact
+from ghostexport.validation import require_name
 
 #: All runtimes, best first.
 RUNTIMES: dict[str, Runtime] = {
@@ -69,15 +72,25 @@ def engine_path(graph: Path, runtime: str) -> Path:
     return graph.parent / "engines" / runtime / graph.stem
 
 
-def require_buildable(name: str, settings: BuildSection) -> None:
+def require_buildable(name: str, settings: BuildSection, forms: Iterable[str] = ()) -> None:
     """Refuses before any work what a runtime cannot build here.
 
+    Args:
+        name: of the runtime.
+        settings: of the builds.
+        forms: that the variants' weights take.
+
     Raises:
-        RecipeError: unknown runtime, or a setting that it does not support.
+        RecipeError: unknown runtime, or a setting or form that it, or a target device, does not support.
         RuntimeUnavailableError: it cannot build on this machine.
     """
     runtime = RUNTIMES[require_name(name, RUNTIMES, "runtime")]
     refuse_foreign(name, settings)
+    for form in forms:
+        if (reason := refusal(form, name, settings.compute_capability)) is not None:
+            raise RecipeError(
+                f"{name} engines with {form} weights cannot be built: {reason}", "Name another --quantize."
+            )
     found = runtime.availability()
     if not found.build:
         raise RuntimeUnavailableError(f"{name} cannot build engines here.", found.reason)

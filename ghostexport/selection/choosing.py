@@ -14,11 +14,12 @@ from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import RecoverSection, SelectSection, require_name
+from ghostexport.recipe import RecoverSection, SelectSection
 from ghostexport.recovery.gathering import BoundaryWatch, Gathered, into
 from ghostexport.recovery.recover import shareable
 from ghostexport.selection.cosines import Watch, unwatched
 from ghostexport.selection.criteria import BASES, CRITERIA, best_run, eligible_blocks, function, lowest_blocks
+from ghostexport.validation import require_name
 
 #: One calibration sequence in so many, the first ones, makes the guess.
 GUESSING = 8

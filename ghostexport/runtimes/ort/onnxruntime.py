@@ -145,8 +145,12 @@ def choose_providers(ort: Any, settings: BuildSection, execution: Execution) -> 
     return ("cpu",) if execution.device == "cpu" else installed
 
 
-def open_graph(graph: Path) -> OrtSession:
+def open_graph(graph: Path, exact: bool = True) -> OrtSession:
     """A session on a graph as it is, on the CPU provider: for comparing numbers, not speed.
+
+    Args:
+        graph: an ONNX decoder.
+        exact: multiply by quantised weights in float32; an engine's kernels round the inputs to eight bits before.
 
     Raises:
         BuildError: the graph is not a decoder with KV inputs and outputs that pair up.
@@ -155,6 +159,8 @@ def open_graph(graph: Path) -> OrtSession:
     ort, interface = _import(), read_interface(graph)
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    if exact:
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     try:
         session = ort.InferenceSession(str(graph), options, providers=[PROVIDERS["cpu"]])
     except Exception as error:
