@@ -18,7 +18,8 @@ class Execution:
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... for PyTorch work; ``split`` for all devices together.
         memory: bytes of a split model that each device may hold (``0``, ``1``, ... and ``cpu``); None for all there is.
         timing_cache: file of measured kernel timings that builds read and extend; None keeps none.
-        progress: called as ``progress(task, done, total)``.
+        scratch: folder in which long work keeps what it needs to go on after an interruption; None for nowhere.
+        progress: called as ``progress(task, done, total)``; behind `` · `` in ``task`` stands how it is going.
         say: called with a line worth telling the user (a choice made and its reason).
         table: called with columns and ``(label, cells)`` rows whenever figures of a running benchmark change.
     """
@@ -26,6 +27,7 @@ class Execution:
     device: str = "auto"
     memory: Mapping[int | str, int] | None = None
     timing_cache: Path | None = None
+    scratch: Path | None = None
     progress: Progress = field(default=lambda task, done, total: None)
     say: Callable[[str], None] = field(default=lambda line: None)
     table: Callable[[Sequence[str], Sequence[tuple[str, list[str]]]], None] = field(default=lambda columns, rows: None)

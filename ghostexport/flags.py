@@ -54,7 +54,7 @@ FLAGS: dict[str, Flag] = {
     "protect_last": Flag("select", "protect_last", int, "Blocks at the end that stay."),
     "base": Flag("select", "base", str, "Score that prune-and-comp ranks by: shortgpt, taylor, magnitude, perplexity."),
     "operator": Flag("recover", "operators", list[str], "Recovery operator; repeatable."),
-    "quality": Flag("recover", "quality", str, "paper (ghost) or best (ghost-split+refit, or what of it applies)."),
+    "quality": Flag("recover", "quality", str, "paper (ghost), best (closed form), or heal (trained)."),
     "refit_downstream": Flag("recover", "refit_downstream", bool, "Refit the blocks behind the cut (+refit)."),
     "ridge": Flag("recover", "ridge", str, "Ridge of the least-squares operators: a number, or cv.", number_or_word),
     "rank": Flag("recover", "rank", int, "Rank of the operators' matrices."),
@@ -64,6 +64,7 @@ FLAGS: dict[str, Flag] = {
     "per_block": Flag("recover", "per_block", bool, "One map per removed block in plans of several runs."),
     "ratio": Flag("recover", "ratio", str, "LinearPatch: mean-of-ratios (its code) or ratio-of-means (its paper)."),
     "epochs": Flag("recover", "epochs", int, "Passes of the trained operators over the calibration set."),
+    "learning_rate": Flag("recover", "learning_rate", float, "Highest learning rate of the healed operators."),
     "exporter": Flag("export", "exporter", str, "auto, transformers or optimum."),
     "opset": Flag("export", "opset", int, "ONNX opset of the export."),
     "quantize": Flag(

@@ -16,14 +16,14 @@ import importlib.metadata
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
-from ghostexport.recipe import BEST, REFIT, Recipe, base_operator, float_variant
+from ghostexport.recipe import BEST, HEAL, REFIT, Recipe, base_operator, float_variant
 from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
         execution.say("recover: own pass over the calibration set (select left no statistics that serve it)")
     else:
         execution.say("recover: no own pass over the calibration set (select gathered the statistics in its pass)")
+    execution = replace(execution, scratch=folder.path)
     sets = fit_operators(loaded, plan, drawn, held_out, recipe.recover, execution, gathered)
     written = []
     for name, operators in sets.items():
@@ -381,7 +382,7 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 def _resolved(recipe: Recipe, execution: Execution, goal: str) -> Recipe:
     recipe.select.require_removal()
-    if BEST in map(base_operator, recipe.recover.operators) and goal not in ("calibrate", "export"):
+    if {BEST, HEAL} & {*map(base_operator, recipe.recover.operators)} and goal not in ("calibrate", "export"):
         from ghostexport.recovery.recover import resolve_best
 
         cuts = None if recipe.select.spans is None else [start for start, _ in recipe.select.spans]

@@ -26,12 +26,15 @@ REFIT = "+refit"
 #: ghost-weighted. A run's ``recipe.yaml`` has the name it stands for.
 BEST = "best"
 
-#: ``--quality``: ``paper`` is the published operator, ``best`` the combination that benchmarks/results supports.
-QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": (BEST,)}
+#: Stands for ghost-healed, or ghost-weighted-healed where no ghost-split can be solved to start from.
+HEAL = "heal"
+
+#: ``--quality``, in the order of cost: the published operator, the best closed form, and that healed with gradients.
+QUALITIES: dict[str, tuple[str, ...]] = {"paper": ("ghost",), "best": (BEST,), "heal": (HEAL,)}
 
 
 def _operators(names: tuple[str, ...]) -> tuple[str, ...]:
-    return require_each_once(names, [base_operator(name) for name in names], (*OPERATORS, BEST), "operator")
+    return require_each_once(names, [base_operator(name) for name in names], (*OPERATORS, BEST, HEAL), "operator")
 
 
 def _runtimes(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -102,6 +105,7 @@ class RecoverSection(Section):
         per_block: plans of several runs get the product of one map per removed block instead of one map per run.
         ratio: LinearPatch's scale: mean over sequences of the ratio (its code), or ratio of the means (its paper).
         epochs: passes of the trained kinds over the calibration set; None for their published number.
+        learning_rate: highest one of the healed kinds; None for 2e-4.
         ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
         rank: rank of their matrices; None for full.
         refit_upstream: kept blocks before each cut that ``+refit`` also refits.
@@ -120,6 +124,7 @@ class RecoverSection(Section):
     per_block: bool = False
     ratio: Literal["mean-of-ratios", "ratio-of-means"] = "mean-of-ratios"
     epochs: Annotated[int, Field(ge=1)] | None = None
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod

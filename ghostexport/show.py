@@ -35,9 +35,10 @@ def display() -> Iterator[dict[str, Any]]:
     tasks: dict[str, Any] = {}
 
     def update(task: str, done: int, total: int | None) -> None:
-        if task not in tasks:
-            tasks[task] = bars.add_task(task, total=total)
-        bars.update(tasks[task], completed=done, total=total, visible=total is None or done < total)
+        name = task.partition(" · ")[0]
+        if name not in tasks:
+            tasks[name] = bars.add_task(task, total=total)
+        bars.update(tasks[name], completed=done, total=total, description=task, visible=total is None or done < total)
 
     said: set[str] = set()
 

@@ -75,6 +75,7 @@ class RecoverOptions(TypedDict, total=False):
     per_block: bool
     ratio: str
     epochs: int | None
+    learning_rate: float | None
 
 
 class EvaluateOptions(TypedDict, total=False):

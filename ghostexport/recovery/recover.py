@@ -12,7 +12,7 @@ from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
-from ghostexport.recipe import BEST, REFIT, RecoverSection, base_operator
+from ghostexport.recipe import BEST, HEAL, REFIT, RecoverSection, base_operator
 from ghostexport.recovery.fits.solving import FOLDS
 from ghostexport.recovery.gathering import Gathered, Request, gather
 from ghostexport.recovery.held_out import figures, measure, measure_refit, say_lost_tokens
@@ -123,12 +123,15 @@ def best_operator(loaded: LoadedModel, cuts: Sequence[int] | None, sequences: in
 def resolve_best(
     section: RecoverSection, loaded: LoadedModel, cuts: Sequence[int] | None, sequences: int, execution: Execution
 ) -> RecoverSection:
-    """The section with ``best`` replaced by the operator it stands for on this model, which is said with the reason."""
-    if BEST not in map(base_operator, section.operators):
+    """The section with ``best`` and ``heal`` replaced by what they stand for on this model, said with the reason."""
+    if not {BEST, HEAL} & {*map(base_operator, section.operators)}:
         return section
     name, why = best_operator(loaded, cuts, sequences)
-    execution.say(f"recover: best is {name} here ({why})")
-    names = dict.fromkeys(name if base_operator(asked) == BEST else asked for asked in section.operators)
+    healed = "ghost-healed" if base_operator(name) == "ghost-split" else "ghost-weighted-healed"
+    meant = {BEST: name, BEST + REFIT: name, HEAL: healed, HEAL + REFIT: healed + REFIT}
+    for asked in {*section.operators} & {*meant}:
+        execution.say(f"recover: {asked} is {meant[asked]} here ({why})")
+    names = dict.fromkeys(meant.get(asked, asked) for asked in section.operators)
     return section.model_copy(update={"operators": tuple(names)})
 
 
@@ -148,7 +151,8 @@ def say_unused(section: RecoverSection, execution: Execution) -> None:
 def _require_known(section: RecoverSection) -> None:
     for name in section.operators:
         require_name(base_operator(name), OPERATORS, "operator")
-        if name.endswith(REFIT) and OPERATORS[base_operator(name)].train is not None:
+        kind = OPERATORS[base_operator(name)]
+        if name.endswith(REFIT) and kind.train is not None and not kind.heals:
             raise RecipeError(f"recover: {name}: a trained operator cannot be refitted.", "Leave +refit out.")
 
 
@@ -215,8 +219,13 @@ def _fit(
     kinds = _gathered_kinds(section)
     if not kinds:
         return {}
-    if section.statistics == "sequential" and len(plan.boundaries) > 1:
-        return _sequential(loaded, plan, calibration, held_out, kinds, section, execution)
+    done: dict[str, tuple[Operator, ...]] = {}
+    if len(plan.boundaries) > 1:
+        later = {n: kind for n, kind in kinds.items() if kind.heals or section.statistics == "sequential"}
+        done = _sequential(loaded, plan, calibration, held_out, later, section, execution)
+        kinds = {name: kind for name, kind in kinds.items() if name not in later}
+    if not kinds:
+        return done
     wanted = _request(section, *kinds.values())
     if gathered is None:
         gathered = gather(loaded, plan.boundaries, calibration, wanted, execution)
@@ -226,7 +235,7 @@ def _fit(
     else:
         fitted = {name: [function(kind.fit)(g, section) for g in gathered] for name, kind in kinds.items()}
     held = measure(loaded, plan, held_out, fitted, execution)
-    return {
+    return done | {
         name: tuple(
             replace(operator, fit={**operator.fit, **figures(operator, g), **errors})
             for operator, g, errors in zip(operators, gathered, held[name], strict=True)
@@ -245,7 +254,7 @@ def _sequential(
     execution: Execution,
 ) -> dict[str, tuple[Operator, ...]]:
     """Every cut behind the repaired ones before it; one pass per operator and cut."""
-    if section.per_block:
+    if section.per_block and kinds:
         raise RecipeError("recover: per_block measures on the dense model.", "Use --statistics dense with it.")
     fitted = {}
     for name, kind in kinds.items():

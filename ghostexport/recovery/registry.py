@@ -26,7 +26,9 @@ class Kind:
         bases: of the magnitude ratios that it reads.
         needs: what else it reads besides the plain moments.
         check: asked before anything is measured; raises where the kind does not apply to a model and plan.
-        train: continues from what ``fit`` found, with gradients; such a kind cannot be refitted.
+        train: continues from what ``fit`` found, with gradients; such a kind cannot be refitted, unless it heals.
+        heals: that training changes any weights behind the first cut; it starts from cuts that were fitted one behind
+            the other, refitted with ``+refit``.
         trains_inside: that training reads the inside of the last kept block.
         ranked: its matrix can be of a lower rank.
         first: also where it reads the inside of the last kept block, it applies to a cut before which nothing is kept.
@@ -38,6 +40,7 @@ class Kind:
     needs: frozenset[Need] = frozenset()
     check: str | None = None
     train: str | None = None
+    heals: bool = False
     trains_inside: bool = False
     ranked: bool = False
     first: bool = False
@@ -56,6 +59,7 @@ _LAST_BLOCK: frozenset[Need] = frozenset({"last-block"})
 _MLP_OUTPUT: frozenset[Need] = frozenset({"mlp-output"})
 _SCALABLE = "fits.magnitudes:require_scalable"
 _DISTIL = "trained.distilled:distil"
+_HEAL = "trained.healed:heal"
 
 OPERATORS: dict[str, Kind] = {
     "ghost": Kind("fits.least_squares:fit_ghost", ranked=True),
@@ -74,6 +78,17 @@ OPERATORS: dict[str, Kind] = {
     "streamline-ffn": Kind("fits.least_squares:fit_none", train="trained.ffn:train_network"),
     "linearpatch-distilled": Kind("fits.magnitudes:fit_rotate", bases=_HADAMARD, train=_DISTIL),
     "ghost-distilled": Kind("fits.least_squares:fit_ghost", train=_DISTIL),
+    "ghost-healed": Kind(
+        "fits.down_projection:fit_split",
+        needs=_LAST_BLOCK | _WEIGHTED,
+        train=_HEAL,
+        heals=True,
+        ranked=True,
+        first=True,
+    ),
+    "ghost-weighted-healed": Kind(
+        "fits.least_squares:fit_weighted", needs=_WEIGHTED, train=_HEAL, heals=True, ranked=True
+    ),
 }
 
 

@@ -128,6 +128,7 @@ class Predictions:
             found.append(float((log_p.exp() * (log_p - log_q)).sum(1).mean()))
         return found
 
+    @torch.no_grad()
     def _log_probabilities(self, batch: Batch, point: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
         """``[n, V]`` float32 of the real positions looked at; the head runs at those alone."""
 

@@ -98,11 +98,11 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
 
 
 def go_on(loaded: LoadedModel, batch: Batch, point: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits ``(B, T, V)`` of the dense model, its stream at a ``point`` >= 1 replaced by ``x`` ``(B, T, C)``."""
+    """Logits ``(B, T, V)`` of a model, its stream at a ``point`` >= 1 replaced by ``x`` ``(B, T, C)``."""
     before = loaded.blocks[:point]
     count = _outputs(loaded.model, loaded.blocks) if before else 0
     handed_on = (x, *[None] * (count - 1)) if count else x
-    with _instead(before, lambda *args, **kwargs: handed_on), torch.no_grad():
+    with _instead(before, lambda *args, **kwargs: handed_on):
         output = loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
     logits: torch.Tensor = output.logits
     return logits

@@ -8,7 +8,8 @@
 Everything but the maps at the cuts is frozen; they start from the closed form (``ghost``, ``linearpatch-rotate``) and
 leave its family. AdamW, learning rate 1e-4 falling to a twentieth on a cosine, weight decay 1e-4 (of M: towards no
 operator; the published code decays W towards zero), one sequence a step. The state with the least held-out loss is
-kept, the start included, so training never makes it worse there. The predictions take ``6 K`` bytes of disk per token.
+kept, the start included, so training never makes it worse there. The predictions take ``6 K + 4`` bytes of disk per
+token.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import torch
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
 from ghostexport.execution import Execution
-from ghostexport.files import require_space
 from ghostexport.models import BoundaryModule, LoadedModel, patch
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.held_out import measure
+from ghostexport.recovery.trained.teacher import Teacher
 
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 1e-4
@@ -41,34 +42,6 @@ TOP = 100
 
 #: The held-out loss is looked at this many times per epoch.
 CHECKS = 4
-
-
-class Teacher:
-    """The dense model's K largest logits of every real token, as probabilities, on disk."""
-
-    def __init__(self, loaded: LoadedModel, tokens: CalibrationSet, folder: Path, name: str) -> None:
-        K = min(TOP, loaded.vocab_size)
-        require_space(folder, 6 * K * tokens.num_tokens, "the dense model's predictions")
-        shape = (tokens.num_tokens, K)
-        self.values = np.memmap(folder / f"{name}.values", np.float16, "w+", shape=shape)
-        self.indices = np.memmap(folder / f"{name}.indices", np.int32, "w+", shape=shape)
-        self.starts = np.concatenate([[0], tokens.attention_mask.sum(1).cumsum()])
-        for batch in tokens.batches(loaded.device, tokens=1):
-            top = _logits(loaded.model, batch).topk(K, dim=1)
-            rows = self._rows(batch)
-            self.values[rows] = top.values.float().softmax(1).half().cpu().numpy()
-            self.indices[rows] = top.indices.int().cpu().numpy()
-
-    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
-        """Mean over the real tokens of one sequence of ``KL(teacher || student)`` on the K tokens."""
-        rows, device = self._rows(batch), batch.input_ids.device
-        p = torch.from_numpy(self.values[rows].astype(np.float32)).to(device)
-        chosen = torch.from_numpy(self.indices[rows].astype(np.int64)).to(device)
-        log_q = _logits(model, batch).float().gather(1, chosen).log_softmax(1)
-        return torch.nn.functional.kl_div(log_q, p, reduction="batchmean")
-
-    def _rows(self, batch: Batch) -> slice:
-        return slice(int(self.starts[batch.sequences.start]), int(self.starts[batch.sequences.stop]))
 
 
 def distil(
@@ -89,8 +62,8 @@ def distil(
     student = patch(loaded, start.plan, start).model
     deltas = [module.delta for module in student.modules() if isinstance(module, BoundaryModule)]
     with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
-        teacher = Teacher(loaded, calibration, Path(scratch), "calibration")
-        judge = Teacher(loaded, held_out, Path(scratch), "held-out")
+        teacher = Teacher(loaded, calibration, Path(scratch), "calibration", TOP)
+        judge = Teacher(loaded, held_out, Path(scratch), "held-out", TOP)
         best, figures = _train(student, deltas, teacher, judge, calibration, held_out, section.epochs or 1, execution)
     operators = [
         replace(operator, kind=f"{_family(operator)}-distilled", delta=M.cpu().numpy(), fit=figures)
@@ -158,13 +131,6 @@ def _judged(student: Any, judge: Teacher, held_out: CalibrationSet) -> float:
         device = next(student.parameters()).device
         losses = [float(judge.loss(student, batch)) for batch in held_out.batches(device, tokens=1)]
     return float(np.mean(losses))
-
-
-def _logits(model: Any, batch: Batch) -> torch.Tensor:
-    """``[n, V]`` of the real tokens."""
-    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    logits: torch.Tensor = output.logits[batch.mask]
-    return logits
 
 
 def _family(operator: Operator) -> str:

@@ -16,7 +16,8 @@ from ghostexport.operators import Operator, OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.recover import recover
-from ghostexport.recovery.trained.distilled import TOP, Teacher
+from ghostexport.recovery.trained.distilled import TOP
+from ghostexport.recovery.trained.teacher import Teacher
 from tests.tiny import tiny
 
 
@@ -36,7 +37,7 @@ def recovered(loaded, *names, **options):
 
 def test_the_teachers_loss_is_the_kl_of_renormalised_top_logits(tmp_path):
     loaded, student = models.from_memory(tiny("llama")), tiny("llama", seed=5)
-    teacher = Teacher(loaded, HELD_OUT, tmp_path, "t")
+    teacher = Teacher(loaded, HELD_OUT, tmp_path, "t", TOP)
     with torch.no_grad():
         for batch in HELD_OUT.batches(tokens=1):
             dense, other = (m(batch.input_ids).logits[batch.mask].double() for m in (loaded.model, student))

@@ -1,0 +1,133 @@
+"""Part ``heal`` of ``quality.py``: healing over the amount of text, on several plans and draws of the calibration text.
+
+Each draw (seed 0: the windows of all other parts, in their order; others: a permutation of all windows) has one start,
+``ghost-split`` of the first 64 sequences, and one training per size. Eight windows that no training sees judge. Every
+cell is one JSON file, with its operators beside it where they are a start, so an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from quality_texts import LENGTH, Pools, calibration_windows
+
+from ghostexport import models
+from ghostexport.calibration import CalibrationSet
+from ghostexport.evaluation.text import measure, torch_forward
+from ghostexport.execution import Execution
+from ghostexport.files import write_bytes, write_json
+from ghostexport.operators import OperatorSet, load_operators
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import RecoverSection
+from ghostexport.recovery.recover import recover
+from ghostexport.recovery.trained.healed import heal
+
+#: Windows of either domain that calibration may draw, and how many behind them judge.
+DRAWN, JUDGES = 392, 8
+
+#: Sequences that the start is fitted on.
+STARTED_ON = 64
+
+#: Closed forms that share the pass of the start.
+STARTS = ("ghost", "ghost-split")
+
+
+@dataclass(frozen=True)
+class Healing:
+    """One training."""
+
+    removed: Sequence[Sequence[int]]
+    size: int
+    epochs: int = 1
+    seed: int = 0
+    rate: float | None = None
+
+    @property
+    def name(self) -> str:
+        spans = "-".join(f"{a}.{b}" for a, b in self.removed)
+        rate = "" if self.rate is None else f"-lr{self.rate:g}"
+        return f"heal-{spans}-{self.size}-e{self.epochs}-s{self.seed}{rate}"
+
+
+@dataclass
+class Healer:
+    """The model, the texts and the folder of cells."""
+
+    work: Path
+    loaded: models.LoadedModel
+    pools: Pools
+    held_out: dict[str, CalibrationSet]
+    shown: Callable[..., None] = print
+
+    def __post_init__(self) -> None:
+        bos = self.loaded.tokenizer.bos_token_id
+        drawn = calibration_windows(self.pools, DRAWN + JUDGES, bos).tokens
+        self.windows, self.judges = drawn[:DRAWN], CalibrationSet.from_tokens(drawn[DRAWN:])
+
+    def drawn(self, seed: int, size: int) -> CalibrationSet:
+        """Half of the windows wiki, half C4, alternating."""
+        order = np.arange(DRAWN // 2)
+        if seed:
+            order = np.random.default_rng(seed).permutation(order)
+        pairs = self.windows.reshape(DRAWN // 2, 2, LENGTH)[order]
+        return CalibrationSet.from_tokens(pairs.reshape(-1, LENGTH)[:size])
+
+    def start(self, removed: Sequence[Sequence[int]], seed: int) -> OperatorSet:
+        """The start of a plan and draw, measured with the other closed forms of its pass."""
+        plan = PrunePlan.from_spans(self.loaded.num_blocks, removed)
+        names = {kind: f"start-{Healing(removed, STARTED_ON, seed=seed).name}-{kind}" for kind in STARTS}
+        if not all((self.work / f"{name}.safetensors").exists() for name in names.values()):
+            begun = time.monotonic(), cpu_seconds()
+            section = RecoverSection(operators=STARTS, statistics="sequential")
+            sets = recover(self.loaded, plan, self.drawn(seed, STARTED_ON), self.judges, section, self.execution())
+            for kind, name in names.items():
+                write_bytes(self.work / f"{name}.safetensors", sets[kind].to_bytes())
+                self.cell(name, Healing(removed, STARTED_ON, seed=seed), kind, sets[kind], begun)
+        return load_operators(self.work / f"{names['ghost-split']}.safetensors")
+
+    def run(self, healing: Healing) -> None:
+        if (self.work / f"{healing.name}.json").exists():
+            return
+        start, begun = self.start(healing.removed, healing.seed), (time.monotonic(), cpu_seconds())
+        section = RecoverSection(epochs=healing.epochs, learning_rate=healing.rate)
+        tokens = self.drawn(healing.seed, healing.size)
+        found = heal(self.loaded, start, tokens, self.judges, section, self.execution())
+        self.cell(healing.name, healing, "ghost-healed", found, begun)
+
+    def cell(
+        self, name: str, healing: Healing, repair: str, operators: OperatorSet, begun: tuple[float, float]
+    ) -> None:
+        seconds = round(time.monotonic() - begun[0], 1), round(cpu_seconds() - begun[1], 1)
+        forward = {"it": torch_forward(models.patch(self.loaded, operators.plan, operators).model)}
+        losses = {d: [w.nll for w in measure(forward, windows)["it"].windows] for d, windows in self.held_out.items()}
+        about: dict[str, Any] = {"repair": repair, "removed": [list(span) for span in healing.removed]}
+        about |= {"size": healing.size, "epochs": healing.epochs, "seed": healing.seed, "rate": healing.rate}
+        about |= {"seconds": seconds[0], "cpu_seconds": seconds[1], "fit": [dict(o.fit) for o in operators.operators]}
+        about |= {"losses": losses, "torch": torch.__version__, "threads": torch.get_num_threads()}
+        write_json(self.work / f"{name}.json", about)
+        shown = {d: round(math.exp(sum(v) / ((LENGTH - 1) * len(v))), 1) for d, v in losses.items()}
+        self.shown(time.strftime("%H:%M:%S"), name, *seconds, shown, flush=True)
+
+    def execution(self) -> Execution:
+        return Execution(say=lambda line: self.shown(time.strftime("%H:%M:%S"), line, flush=True), scratch=self.work)
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process, all threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def read_cells(work: Path) -> list[dict[str, Any]]:
+    """The measured cells, starts first."""
+    files = [*sorted(work.glob("start-heal-*.json")), *sorted(work.glob("heal-*.json"))]
+    return [json.loads(file.read_text(encoding="utf-8")) | {"name": file.stem} for file in files]
