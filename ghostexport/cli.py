@@ -44,6 +44,12 @@ KVPattern = Annotated[
     list[str] | None,
     typer.Option(help="Names of KV inputs or outputs, such as cache_k_{}; {2b}, {2b+1} count tensors. Repeatable."),
 ]
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to build for: orin, orin-nano, thor, rtx30, rtx40, rtx50, cpu. Sets dtype, format, runtime."
+    ),
+]
 Compat = Annotated[str | None, typer.Option(help=f"All switches as a repository has them: {', '.join(COMPAT)}.")]
 
 
@@ -64,6 +70,13 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
         if values.get("compat") is not None:
             require_name(values["compat"], COMPAT, "repository")
             given = _merged(COMPAT[values["compat"]], given)
+        if values.get("hardware") is not None:
+            from ghostexport.hardware import find_hardware
+
+            device = find_hardware(values["hardware"])
+            device.require(values["quantize"] or ())
+            typer.echo("\n".join(device.lines), err=True)
+            given = _merged(device.recipe, given)
         last = goal
         if values.get("to") is not None:
             ends = {"engine": goal, "checkpoint": "checkpoint"}
@@ -73,6 +86,7 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
 
     own: dict[str, tuple[Any, Any]] = {"target": (Target, ...), "output": (Output, None)}
     own |= {"plan": (Plan, None)} if "select" in sections else {}
+    own |= {"hardware": (Hardware, None)} if {"quantize", "build"} <= set(sections) else {}
     own |= {"compat": (Compat, None)} if {"calibration", "select"} <= set(sections) else {}
     own |= {flag: (entry.annotation(flag), None) for flag, entry in flags.items()}
     own |= {"recipe": (RecipeFile, None), "device": (Device, "auto")}

@@ -52,17 +52,17 @@ def eval_run(
     for name in recipe.quantized_variants:
         source = float_variant(name)
         variants[name] = round_weights(variants[source], folder.graph_path(source), folder.graph_path(name))
-    meters = measure({n: torch_forward(m) for n, m in variants.items()}, windows, "dense", execution)
+    sources = {name: float_variant(name) for name in recipe.quantized_variants}
+    found = measure({n: torch_forward(m) for n, m in variants.items()}, windows, "dense", execution, sources)
+    meters = {name: found[name] for name in variants}
     report: dict[str, Any] = {
         "text": {"windows": len(windows), "length": windows.tokens.shape[1], "spec": dict(windows.spec)},
         "variants": {name: _figures(meter) for name, meter in meters.items()},
         "differences": _differences(meters, section),
         "boundaries": boundary_errors(loaded, plan, sets, drawn, windows, execution) if plan.removed else [],
     }
-    for name in recipe.quantized_variants:
-        source = float_variant(name)
-        pair = {source: torch_forward(variants[source]), name: torch_forward(variants[name])}
-        report["variants"][name]["kl_float"] = measure(pair, windows, source, execution)[name].result().mean_kl
+    for name, source in sources.items():
+        report["variants"][name]["kl_float"] = found[f"{name}, {source}"].result().mean_kl
     if section.onnx:
         for name, meter in _onnx_meters(folder, recipe, variants, windows, execution).items():
             report["variants"][name]["onnx"] = {k: v for k, v in _figures(meter).items() if k != "losses"}

@@ -143,6 +143,7 @@ def measure(
     windows: CalibrationSet,
     reference: str | None = None,
     execution: Execution | None = None,
+    also: Mapping[str, str] | None = None,
 ) -> dict[str, QualityMeter]:
     """Measures several models on the same windows, one window at a time.
 
@@ -151,13 +152,16 @@ def measure(
         windows: held-out text.
         reference: name of the model that the others are compared with; it is compared with itself too (KL 0).
         execution: receives progress.
+        also: name of a model -> another that it is compared with as well; the result is under ``"name, other"``.
     """
     execution = execution or Execution()
-    meters = {name: QualityMeter() for name in models}
+    pairs = [(name, name, reference) for name in models]
+    pairs += [(f"{name}, {other}", name, other) for name, other in (also or {}).items()]
+    meters = {key: QualityMeter() for key, _, _ in pairs}
     for batch in windows.batches(tokens=1):
         logits = {name: forward(batch.input_ids, batch.attention_mask) for name, forward in models.items()}
-        for name, meter in meters.items():
-            meter.add(logits[name], batch.input_ids, batch.mask, None if reference is None else logits[reference])
+        for key, name, other in pairs:
+            meters[key].add(logits[name], batch.input_ids, batch.mask, None if other is None else logits[other])
         execution.progress("evaluate", batch.sequences.stop, len(windows))
     return meters
 

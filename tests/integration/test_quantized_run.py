@@ -130,3 +130,19 @@ def test_a_run_folder_is_quantised_by_its_own_verb_and_float_again(run, cli):
     code, shown, err = cli("verify", run.path, "--quantize", "none")
     assert code == 0, err
     assert set(RunFolder(run.path).read_parity()) == {"dense", "pruned", "ghost"} and "int8" not in shown
+
+
+@pytest.mark.slow
+def test_a_named_device_gets_half_precision_int4_engines(cli, tiny_model, text_file, tmp_path):
+    pytest.importorskip("tensorrt_rtx")
+    run = tmp_path / "run"
+    flags = ("--calibration", text_file, "--sequences", "24", "--length", "64", "--prune", "2", "--operator", "ghost")
+    shape = ("--max-batch", "1", "--max-tokens", "16", "--max-past", "31", "--profiles", "single")
+    code, _, err = cli("build", "engine", tiny_model, "-o", run, "--hardware", "rtx30", *flags, *shape)
+    assert code == 0, err
+    assert "dtype float16: half the bytes" in err and "format int4: " in err
+    sidecar = json.loads(RunFolder(run).sidecar_path("tensorrt-rtx", "ghost.int4").read_text())
+    assert sidecar["flags"]["compute_capability"] == ["SM86"] and sidecar["plan_bytes"] > 0
+    assert RunFolder(run).read_parity()["ghost.int4"]["dtype"] == "float16"
+    code, _, err = cli("build", "engine", run, "--hardware", "rtx30", "--quantize", "fp8")
+    assert code == 2 and "fp8 needs SM89" in err
