@@ -22,7 +22,7 @@ from quality_texts import LENGTH, Pools, calibration_windows
 
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
-from ghostexport.evaluation.text import measure, torch_forward
+from ghostexport.evaluation.text import losses as losses_of
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
 from ghostexport.operators import OperatorSet, load_operators
@@ -107,8 +107,8 @@ class Healer:
         self, name: str, healing: Healing, repair: str, operators: OperatorSet, begun: tuple[float, float]
     ) -> None:
         seconds = round(time.monotonic() - begun[0], 1), round(cpu_seconds() - begun[1], 1)
-        forward = {"it": torch_forward(models.patch(self.loaded, operators.plan, operators).model)}
-        losses = {d: [w.nll for w in measure(forward, windows)["it"].windows] for d, windows in self.held_out.items()}
+        model = models.patch(self.loaded, operators.plan, operators).model
+        losses = {domain: window_losses(model, windows) for domain, windows in self.held_out.items()}
         about: dict[str, Any] = {"repair": repair, "removed": [list(span) for span in healing.removed]}
         about |= {"size": healing.size, "epochs": healing.epochs, "seed": healing.seed, "rate": healing.rate}
         about |= {"seconds": seconds[0], "cpu_seconds": seconds[1], "fit": [dict(o.fit) for o in operators.operators]}
@@ -119,6 +119,17 @@ class Healer:
 
     def execution(self) -> Execution:
         return Execution(say=lambda line: self.shown(time.strftime("%H:%M:%S"), line, flush=True), scratch=self.work)
+
+
+@torch.no_grad()
+def window_losses(model: Any, windows: CalibrationSet) -> list[float]:
+    """Summed next-token loss of every window; matrix products in bfloat16, which moves a perplexity by 0.1 %."""
+    found = []
+    for batch in windows.batches(tokens=1):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        found.append(sum(float(loss) for loss, _ in losses_of(logits, batch)))
+    return found
 
 
 def cpu_seconds() -> float:

@@ -24,7 +24,7 @@ from ghostexport.onnxfile import (
 )
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.surgery import cut, kept_weights, kv_cache, refusals
+from ghostexport.surgery import content, cut, kept_weights, kv_cache, refusals
 from ghostexport.surgery.body import find_bodies
 from ghostexport.surgery.layout import DecoderLayout, find_layout
 from ghostexport.surgery.stream import StreamType, stream_type
@@ -66,7 +66,7 @@ def operate(
         RunFolderError: the output cannot be written.
     """
     _check_arguments(dense, plan, operators, output, operator_dtype)
-    if not plan.removed:
+    if not plan.removed and (operators is None or not operators.weights):
         return _identity(dense, plan, output, dry_run)
     model = load_graph(dense)
     before = weight_bytes(model)
@@ -98,6 +98,7 @@ class Changes:
     kv_outputs_removed: list[str] = field(default_factory=list)
     kv_renamed: dict[str, str] = field(default_factory=dict)
     shape_anchors: dict[str, str] = field(default_factory=dict)
+    weights_replaced: dict[str, str] = field(default_factory=dict)
     initializers_dropped: list[str] = field(default_factory=list)
     new: list[ir.Value] = field(default_factory=list)
 
@@ -164,6 +165,10 @@ def _cut_body(
 ) -> None:
     graph = layout.body.graph
     dtype = stream.dtype if operator_dtype is None else DTYPES[operator_dtype]
+    replaced = content.replace_weights(model.graph, layout, operators.weights if operators is not None else {})
+    for name, value in replaced.values():
+        _register(model.graph, [value], changes)
+        changes.weights_replaced[value.name or ""] = name
     known = [operators.operators[b.index] if operators is not None else None for b in plan.boundaries]
     folded = [_fold(model.graph, layout, operator, changes) for operator in known]
     scales = [operator.scale if operator is not None else None for operator in known]

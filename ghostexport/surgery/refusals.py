@@ -25,7 +25,7 @@ from ghostexport.surgery.flow import is_constant
 from ghostexport.surgery.layout import DecoderLayout, describe, is_attention
 from ghostexport.surgery.stream import stream_type
 
-_OURS = re.compile(r"^ghost\.(\d+|fold)\.")
+_OURS = re.compile(r"^ghost\.(\d+|fold|weight)\.")
 _SCOPE = re.compile(r"(?:^|[./_ '])(?:layers|layer|h|blocks|block)[./_](\d+)(?=$|[./_:'])")
 _SCOPE_KEYS = ("pkg.torch.onnx.name_scopes", "namespace", "pkg.onnxscript.name_scopes")
 _MIN_SHARE = (
@@ -251,7 +251,8 @@ def operator_names(operators: OperatorSet | None) -> set[str]:
     nodes = "matmul matmul_u matmul_v mul add_bias add stream stream_bias cast_in cast_out"
     network = "network_matmul1 network_add1 network_relu network_matmul2 network_add2"
     parts = (*weights.split(), *nodes.split(), *network.split())
-    return {f"ghost.{o.boundary.index}.{part}" for o in operators.operators for part in parts}
+    own = {f"ghost.{o.boundary.index}.{part}" for o in operators.operators for part in parts}
+    return own | {f"ghost.weight.{name}" for name in operators.weights}
 
 
 def _all_values(model: ir.Model) -> Iterator[ir.Value]:

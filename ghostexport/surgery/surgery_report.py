@@ -52,6 +52,7 @@ class SurgeryReport:
         kv_inputs_removed, kv_outputs_removed: names.
         kv_renamed: old name -> new name, inputs and outputs.
         shape_anchors: ``Shape`` nodes re-pointed to a surviving block: node name -> new source value.
+        weights_replaced: new weights of kept blocks, and of what is around the blocks: new name -> old name.
         initializers_dropped: weights no longer used, by name.
         weight_bytes_before, weight_bytes_after: bytes of all initializers of the graph.
         bytes_written: bytes of new files (graph and new data); shared data files count zero.
@@ -70,6 +71,7 @@ class SurgeryReport:
     kv_outputs_removed: tuple[str, ...] = ()
     kv_renamed: Mapping[str, str] = field(default_factory=dict)
     shape_anchors: Mapping[str, str] = field(default_factory=dict)
+    weights_replaced: Mapping[str, str] = field(default_factory=dict)
     initializers_dropped: tuple[str, ...] = ()
     weight_bytes_before: int = 0
     weight_bytes_after: int = 0

@@ -1,0 +1,251 @@
+"""Finds parameters in a graph by what they hold, not by name, and replaces them.
+
+::
+
+    parameter p of block b  =  initializer read in block b with the same numbers:  p,  p reshaped,  p with its last two
+                               axes swapped,  or 1 + p (a gain folded by the exporter)
+
+An initializer that several blocks share, because exporters merge equal ones, is replaced where its own block reads it;
+equal ones of a block are told apart by the order in which they are read. No node is added, except where a constant
+Transpose or Cast is itself shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from ghostexport.errors import SurgeryError
+from ghostexport.new_weights import NewWeight, places
+from ghostexport.onnxfile import values
+from ghostexport.operators import FloatArray
+from ghostexport.surgery.flow import is_constant
+from ghostexport.surgery.layout import DecoderLayout
+from ghostexport.surgery.splice import weight as new_initializer
+
+#: A fine-tuned parameter is nearer than this to its start, relative to its norm; unrelated ones are near 1.4.
+NEAR = 0.5
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where a graph reads an initializer.
+
+    Attributes:
+        value: the initializer.
+        chain: nodes between it and its reader that compute with constants alone (Transpose, Cast).
+        node, index: the reader and the input.
+        block: block of the reader; None before, behind and beside the blocks.
+        order: topological.
+    """
+
+    value: ir.Value
+    chain: tuple[ir.Node, ...]
+    node: ir.Node
+    index: int
+    block: int | None
+    order: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an initializer holds a parameter."""
+
+    swapped: bool
+    shift: int
+
+    def positions(self, shape: Sequence[int]) -> NDArray[np.int64]:
+        """Flat indices, in the initializer, of the numbers at :func:`places` of the parameter."""
+        at = places(shape)
+        if not self.swapped:
+            return at
+        *lead, row, column = np.unravel_index(at, shape)
+        swapped = (*shape[:-2], shape[-1], shape[-2])
+        return np.array(np.ravel_multi_index((*lead, column, row), swapped), np.int64)
+
+    def of(self, value: FloatArray, shape: Sequence[int]) -> FloatArray:
+        """The parameter as the initializer holds it."""
+        value = np.swapaxes(value, -1, -2) if self.swapped else value
+        held: FloatArray = np.ascontiguousarray(value).reshape(shape) + np.asarray(self.shift, value.dtype)
+        return held
+
+
+def replace_weights(
+    graph: ir.Graph, layout: DecoderLayout, weights: Mapping[str, NewWeight]
+) -> dict[str, tuple[str, ir.Value]]:
+    """Puts new weights in place of those of the graph, once every one of them is found.
+
+    Args:
+        graph: holds the initializers.
+        layout: the decoder that reads them, before anything is cut.
+        weights: by name, in the order in which they are read.
+
+    Returns:
+        By new name ``ghost.weight.<name>`` the old name and the new initializer, where numbers change.
+
+    Raises:
+        SurgeryError: one is not found, or it is not clear where; nothing was changed.
+    """
+    if not weights:
+        return {}
+    everywhere = readings(graph, layout)
+    found = _assign(everywhere, weights)
+    done: dict[str, tuple[str, ir.Value]] = {}
+    for name, targets in found.items():
+        made: dict[ir.Value, ir.Value | None] = {}  # one per initializer: a tied one may be held both ways round
+        for target, form in targets:
+            old = target.value
+            if old not in made:
+                suffix = f".{len(made)}" if made else ""
+                made[old] = _made(f"ghost.weight.{name}{suffix}", weights[name], form, old)
+            new = made[old]
+            if new is not None:
+                done[new.name or ""] = old.name or "?", new
+                mine = [reading for reading, _ in targets]
+                _redirect(target, new, _is_shared(target, mine, everywhere))
+    return done
+
+
+def readings(graph: ir.Graph, layout: DecoderLayout) -> list[Reading]:
+    """Every place where the layout's body reads an initializer of the graph or of itself."""
+    own = layout.body.graph
+    held = [*graph.initializers.values(), *(own.initializers.values() if own is not graph else ())]
+    return sorted((r for value in held for r in _readers(layout, value, value, ())), key=lambda r: r.order)
+
+
+def _readers(layout: DecoderLayout, source: ir.Value, value: ir.Value, chain: tuple[ir.Node, ...]) -> Iterator[Reading]:
+    for use in value.uses():
+        node = use.node
+        if all(v is None or is_constant(v) for v in node.inputs):
+            for output in node.outputs:
+                yield from _readers(layout, source, output, (*chain, node))
+            continue
+        vertex = layout.flow.index(node) if node.graph is layout.body.graph else None
+        if vertex is None:
+            continue
+        block = layout.block_of(vertex)
+        inside = block is not None and 0 <= block < layout.num_blocks
+        yield Reading(source, chain, node, use.idx, block if inside else None, vertex)
+
+
+def distance(weight: NewWeight, tensor: ir.TensorProtocol) -> tuple[float, Form] | None:
+    """How far an initializer is from the known numbers, relative, in the form nearest to them; 0: the same.
+
+    None where it has another number of elements.
+    """
+    shape = weight.value.shape
+    if int(np.prod(tensor.shape.numpy())) != weight.value.size:
+        return None
+    best: tuple[float, Form] | None = None
+    for form in [Form(False, 0), *([Form(True, 0)] if len(shape) > 1 else [Form(False, 1)])]:
+        got = _numbers(tensor, form.positions(shape))
+        wanted = (weight.known + np.float32(form.shift)).astype(tensor.dtype.numpy()).astype(np.float32)
+        size = max(float(np.linalg.norm(wanted)), float(np.linalg.norm(got)))
+        error = float(np.linalg.norm(got - wanted))
+        error = error / size if size else 0.0
+        if best is None or error < best[0]:
+            best = error, form
+    return best
+
+
+def _numbers(tensor: ir.TensorProtocol, at: FloatArray) -> FloatArray:
+    if isinstance(tensor, ir.ExternalTensor):  # only pages that are looked at
+        size = int(np.prod(tensor.shape.numpy()))
+        flat = np.memmap(tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, (size,))
+        return np.asarray(flat[at]).astype(np.float32)
+    return tensor.numpy().reshape(-1)[at].astype(np.float32)
+
+
+def _assign(found: list[Reading], weights: Mapping[str, NewWeight]) -> dict[str, list[tuple[Reading, Form]]]:
+    by_block: dict[int | None, list[Reading]] = {}
+    for reading in found:
+        by_block.setdefault(reading.block, []).append(reading)
+    matched: dict[str, list[tuple[Reading, Form]]] = {}
+    lost = []
+    for name, weight in weights.items():
+        candidates = by_block.get(weight.block, [])
+        measured = {
+            id(r.value): found_at
+            for r in candidates
+            if r.value.const_value is not None and (found_at := distance(weight, r.value.const_value)) is not None
+        }
+        least = min((error for error, _ in measured.values()), default=np.inf)
+        if least > (NEAR if weight.near else 0):
+            lost.append(name)
+            continue
+        near = {value: form for value, (error, form) in measured.items() if error == least}
+        matched[name] = [(r, near[id(r.value)]) for r in candidates if id(r.value) in near]
+    if lost:
+        raise SurgeryError(
+            f"{len(lost)} of {len(weights)} new weights replace nothing that the graph holds: "
+            f"{', '.join(lost[:_SHOWN])}{' ...' if len(lost) > _SHOWN else ''}.",
+            "They belong to another model than the graph, or its exporter fused or quantised them: use the graph that "
+            "ghostexport exports of the model itself.",
+        )
+    return {name: _own(name, weights, matched) for name in matched}
+
+
+def _own(
+    name: str, weights: Mapping[str, NewWeight], matched: Mapping[str, list[tuple[Reading, Form]]]
+) -> list[tuple[Reading, Form]]:
+    """The readings of one weight among those of all that held the same numbers."""
+    weight, same = weights[name], matched[name]
+    twin, twins = weight.twin, weight.twins
+    if weight.near:  # what held the same numbers is not known: what finds the same readings
+        alike = [other for other, readings in matched.items() if readings == same]
+        twin, twins = alike.index(name), len(alike)
+    if twins == 1:
+        return same
+    if len(same) != twins:
+        raise SurgeryError(
+            f"{name} held the same numbers as {twins - 1} other weights of its block, which the graph reads in "
+            f"{len(same)} places: it is not clear which is which.",
+            "Use the graph that ghostexport exports of the model itself.",
+        )
+    return [same[twin]]
+
+
+def _is_shared(target: Reading, mine: list[Reading], everywhere: list[Reading]) -> bool:
+    """Whether others read the initializer through the same constant node."""
+    if not target.chain:
+        return False
+    return any(r.chain and r.chain[0] is target.chain[0] and r not in mine for r in everywhere)
+
+
+def _made(name: str, weight: NewWeight, form: Form, old: ir.Value) -> ir.Value | None:
+    """The new initializer; None where the graph holds its numbers already."""
+    tensor = old.const_value
+    assert tensor is not None
+    new = new_initializer(name, form.of(weight.value, tensor.shape.numpy()), tensor.dtype)
+    assert new.const_value is not None
+    return None if np.array_equal(new.const_value.numpy(), values(tensor)) else new
+
+
+def _redirect(target: Reading, new: ir.Value, shared: bool) -> None:
+    """Makes one reading that of the new weight, with a chain of its own where others read the old one through it."""
+    if not target.chain:
+        target.node.replace_input_with(target.index, new)
+        return
+    if not shared:
+        first = target.chain[0]
+        for index, value in enumerate(first.inputs):
+            if value is target.value:
+                first.replace_input_with(index, new)
+        return
+    old, made = target.value, new
+    graph = target.chain[0].graph
+    for step, node in enumerate(target.chain):
+        inputs = [made if value is old else value for value in node.inputs]
+        copy = ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), name=f"{new.name}.{step}")
+        out = copy.outputs[0]
+        out.name, out.type, out.shape = f"{new.name}.{step}", node.outputs[0].type, node.outputs[0].shape
+        assert isinstance(graph, ir.Graph)
+        graph.insert_after(node, copy)
+        old, made = node.outputs[0], out
+    target.node.replace_input_with(target.index, made)

@@ -1,0 +1,118 @@
+"""Any weights of kept blocks in the graph: found by content, replaced, equal to the PyTorch model that has them."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from ghostexport import models
+from ghostexport.calibration import CalibrationSet
+from ghostexport.errors import SurgeryError
+from ghostexport.exporters import export_model
+from ghostexport.models.reweighting import changed_weights
+from ghostexport.operators import Operator, OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.recipe import RecoverSection
+from ghostexport.recovery.recover import recover
+from ghostexport.surgery import operate
+from ghostexport.verification import compare, verify
+from tests.tiny import tiny
+
+PLAN = PrunePlan.from_spans(6, [(1, 2), (3, 5)])
+WHOLE = PrunePlan(6, ())
+
+
+def tuned(model, plan, seed=0):
+    """The model cut, every parameter moved: as a training elsewhere leaves it."""
+    cut = models.drop_blocks(model, plan)
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for module in cut.modules():
+        for key, old in list(module.named_parameters(recurse=False)):
+            noise = torch.randn(old.shape, generator=generator).to(old.dtype)
+            new = torch.nn.Parameter(old.detach() + 0.2 * old.detach().std() * noise, requires_grad=False)
+            setattr(module, key, made.setdefault(id(old), new))
+    return cut
+
+
+def bare(weights, plan):
+    return OperatorSet("tuned", tuple(Operator(b, "none") for b in plan.boundaries), plan, weights=weights)
+
+
+def nodes(path):
+    return [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", "float32"),
+        ("llama-tied", "float32"),
+        ("llama", "float16"),
+        ("llama", "bfloat16"),
+        ("gpt2", "float32"),
+        ("gpt-neox", "float32"),
+        ("gemma3", "float32"),
+        ("mixtral", "float32"),
+    ],
+)
+def test_every_weight_of_a_tuned_model_goes_into_the_dense_graph(exported, tmp_path, name, dtype):
+    case = exported(name, dtype)
+    model = tuned(case.model, PLAN)
+    weights = changed_weights(case.model, PLAN, model)
+    report = operate(case.path, PLAN, bare(weights, PLAN), tmp_path / "tuned.onnx")
+    operate(case.path, PLAN, None, tmp_path / "pruned.onnx")
+    replaced = {new.removeprefix("ghost.weight.").removesuffix(".1") for new in report.weights_replaced}
+    assert replaced == set(weights)  # .1: of a tied embedding the second form
+    assert verify(model, tmp_path / "tuned.onnx", "tuned").passed
+    assert not compare(models.drop_blocks(case.model, PLAN), tmp_path / "tuned.onnx").passed
+    assert nodes(tmp_path / "tuned.onnx") == nodes(tmp_path / "pruned.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_healed_model_is_in_the_graph_as_in_pytorch_with_the_nodes_of_ghost(exported, tmp_path, dtype):
+    case = exported("llama", dtype)
+    loaded = models.from_memory(case.model)
+    tokens = CalibrationSet.from_tokens(np.random.default_rng(0).integers(3, 128, (16, 40)))
+    section = RecoverSection(operators=("ghost", "ghost-healed"), learning_rate=1e-3)
+    sets = recover(loaded, PLAN, tokens, tokens.first(4), section)
+    for name, operators in sets.items():
+        operate(case.path, PLAN, operators, tmp_path / f"{name}.onnx", operator_dtype=dtype)
+    healed = models.patch(loaded, PLAN, sets["ghost-healed"]).model
+    assert sets["ghost-healed"].weights
+    assert verify(healed, tmp_path / "ghost-healed.onnx", "ghost-healed").passed
+    assert sorted(nodes(tmp_path / "ghost-healed.onnx")) == sorted(nodes(tmp_path / "ghost.onnx"))
+
+
+@pytest.mark.slow
+def test_merged_equal_norms_are_told_apart_and_only_the_changed_one_moves(exported, tmp_path):
+    """All norms of all blocks hold ones, and the exporter keeps one initializer for them."""
+    case = exported("llama")
+    model = tiny("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1)
+    export_model(model, tmp_path / "dense.onnx", exporter="transformers")
+    cut = models.drop_blocks(model, PLAN)
+    norm = models.find_blocks(cut)[1].post_attention_layernorm
+    norm.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 64), requires_grad=False)
+    weights = changed_weights(model, PLAN, cut)
+    assert list(weights) == ["model.layers.2.post_attention_layernorm.weight"]
+    report = operate(tmp_path / "dense.onnx", PLAN, bare(weights, PLAN), tmp_path / "cut.onnx")
+    assert len(report.weights_replaced) == 1
+    assert verify(cut, tmp_path / "cut.onnx", "tuned").passed
+    assert (tmp_path / "cut.onnx.data").stat().st_size == 4 * 64
+    with pytest.raises(SurgeryError, match="replace nothing that the graph holds"):
+        operate(case.path, PLAN, bare(weights, PLAN), tmp_path / "other.onnx")
+    assert not (tmp_path / "other.onnx").exists()
+
+
+def test_a_tuned_model_with_all_blocks(exported, tmp_path):
+    case = exported("llama")
+    model = tuned(case.model, WHOLE)
+    weights = changed_weights(case.model, WHOLE, model)
+    operate(case.path, WHOLE, bare(weights, WHOLE), tmp_path / "tuned.onnx")
+    assert verify(model, tmp_path / "tuned.onnx", "tuned").worst_relative < 1e-4
