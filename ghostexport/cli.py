@@ -118,6 +118,7 @@ def surgery(
     remove: Annotated[list[str] | None, typer.Option(help="Span START:STOP, half-open; repeatable.")] = None,
     plan: Plan = None,
     operator: Annotated[Path | None, typer.Option(help="Operator file (.safetensors).")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Checkpoint of the model without some blocks, tuned.")] = None,
     self_contained: Annotated[bool, typer.Option(help="Write a data file of its own.")] = False,
     kv_pattern: KVPattern = None,
     dry_run: Annotated[bool, typer.Option(help="Report what would be done; write nothing.")] = False,
@@ -133,17 +134,19 @@ def surgery(
 
     operators = load_operators(operator) if operator is not None else None
     spans = [*_colon_spans(remove), *(_spans(plan) or ())]
-    if operators is None and not spans:
-        raise RecipeError("Nothing to remove.", "Give --remove 10:17, --plan '[[10, 17]]' or --operator FILE.")
+    if operators is None and not spans and weights is None:
+        raise RecipeError("Nothing to remove.", "Give --remove 10:17, --plan '[[10, 17]]', --operator or --weights.")
     if operators is not None and spans:
         operators.require_plan(PrunePlan.from_spans(operators.plan.num_blocks, spans))
     if output is None and not dry_run:
         raise RecipeError("surgery writes a new graph.", "Name a folder for it with -o, or use --dry-run.")
     graph = Path(target)
+    name = operators.name if operators is not None else "pruned" if weights is None else "tuned"
     report = api.surgery(
         graph,
-        operators or spans,
-        (output or graph.parent) / f"{graph.stem}-{operators.name if operators else 'pruned'}.onnx",
+        operators or spans or None,
+        (output or graph.parent) / f"{graph.stem}-{name}.onnx",
+        weights=weights,
         self_contained=self_contained,
         kv_pattern=kv_pattern,
         dry_run=dry_run,

@@ -65,6 +65,7 @@ FLAGS: dict[str, Flag] = {
     "ratio": Flag("recover", "ratio", str, "LinearPatch: mean-of-ratios (its code) or ratio-of-means (its paper)."),
     "epochs": Flag("recover", "epochs", int, "Passes of the trained operators over the calibration set."),
     "learning_rate": Flag("recover", "learning_rate", float, "Highest learning rate of the healed operators."),
+    "weights": Flag("recover", "weights", str, "Checkpoint of the cut model, trained elsewhere (operator tuned)."),
     "exporter": Flag("export", "exporter", str, "auto, transformers or optimum."),
     "opset": Flag("export", "opset", int, "ONNX opset of the export."),
     "quantize": Flag(

@@ -13,8 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ghostexport.errors import ModelLayoutError
+
 #: Numbers of a parameter that are compared, at most.
 COMPARED = 512
+
+#: A fine-tuned parameter is nearer than this to its start, relative to its norm; unrelated ones are near 1.4.
+NEAR = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +49,33 @@ def places(shape: Sequence[int]) -> NDArray[np.int64]:
     if size <= COMPARED:
         return np.arange(size)
     return np.random.default_rng(0).integers(0, size, COMPARED)
+
+
+def kept_blocks(distances: NDArray[np.float64], what: str) -> tuple[int, ...]:
+    """Which blocks of a dense model those of a cut and tuned one were, the nearest ones in order.
+
+    Args:
+        distances: ``[K, L]`` relative distances of K blocks to L dense ones.
+        what: that has the K blocks, for the message.
+
+    Raises:
+        ModelLayoutError: a block is near none, or their order is another.
+    """
+    nearest = distances.argmin(axis=1)
+    for position, block in enumerate(nearest):
+        if not distances[position, block] <= NEAR:
+            raise ModelLayoutError(
+                f"Block {position} of {what} is near none of the {distances.shape[1]} dense blocks (nearest: block "
+                f"{block}, relative distance {distances[position, block]:.2f}).",
+                "It was made from another model, or trained far: use the dense model that it comes from.",
+            )
+    if not (np.diff(nearest) > 0).all():
+        raise ModelLayoutError(
+            f"The blocks of {what} are nearest to the dense blocks {', '.join(map(str, nearest))}, which is no order "
+            "that removing blocks leaves.",
+            "Use a checkpoint made by removing blocks of this model.",
+        )
+    return tuple(int(block) for block in nearest)
 
 
 def to_file(weights: Mapping[str, NewWeight]) -> tuple[dict[str, NDArray[Any]], list[dict[str, Any]]]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
-from ghostexport.recipe import BEST, HEAL, REFIT, Recipe, base_operator, float_variant
+from ghostexport.recipe import BEST, HEAL, Recipe, base_operator, float_variant
 from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -276,11 +276,11 @@ def preflight(recipe: Recipe, execution: Execution, goal: str) -> None:
     Raises:
         GhostExportError: as that stage; the message says what works instead.
     """
-    from ghostexport.recovery.recover import require_operators
+    from ghostexport.recovery.recover import require_folded, require_operators
 
     names = {stage.name for stage in _wanted(goal, recipe)}
     if goal == CHECKPOINT:
-        _require_folded(recipe)
+        require_folded(recipe.recover)
     if "build" in names:
         from ghostexport import runtimes
 
@@ -292,18 +292,6 @@ def preflight(recipe: Recipe, execution: Execution, goal: str) -> None:
         from ghostexport import exporters
 
         exporters.require_exportable(loaded.model, recipe.export.exporter)
-
-
-def _require_folded(recipe: Recipe) -> None:
-    from ghostexport.recovery.registry import OPERATORS
-
-    adding = [name for name in recipe.recover.operators if not OPERATORS[base_operator(name)].folded]
-    if adding:
-        raise RecipeError(
-            f"{', '.join(adding)} adds a node at the cut, which no checkpoint of transformers holds.",
-            f"Give --operator ghost-zero{REFIT} (best), or another of: "
-            f"{', '.join(name for name, kind in OPERATORS.items() if kind.folded)}.",
-        )
 
 
 def _is_current(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> bool:
@@ -351,6 +339,8 @@ def _inputs(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Executio
     from ghostexport import models
 
     files = models.source_files(_source(recipe, execution)) if "model" in stage.sections else []
+    if stage.name == "recover" and recipe.recover.weights is not None:
+        files = [*files, *models.source_files(Path(recipe.recover.weights))]
     return [*files, *(path for need in _needs(stage, recipe) for path in folder.outputs(need))]
 
 
@@ -381,6 +371,11 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _resolved(recipe: Recipe, execution: Execution, goal: str) -> Recipe:
+    if recipe.recover.weights is not None and recipe.select.prune is None and recipe.select.spans is None:
+        from ghostexport.recovery.trained.tuned import removed_spans
+
+        spans = removed_spans(_loaded(recipe, execution), recipe.recover, execution)
+        recipe = recipe.model_copy(update={"select": recipe.select.model_copy(update={"spans": spans})})
     recipe.select.require_removal()
     if {BEST, HEAL} & {*map(base_operator, recipe.recover.operators)} and goal not in ("calibrate", "export"):
         from ghostexport.recovery.recover import resolve_best

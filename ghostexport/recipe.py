@@ -106,6 +106,7 @@ class RecoverSection(Section):
         ratio: LinearPatch's scale: mean over sequences of the ratio (its code), or ratio of the means (its paper).
         epochs: passes of the trained kinds over the calibration set; None for their published number.
         learning_rate: highest one of the healed kinds; None for 2e-4.
+        weights: checkpoint folder of the cut model, trained elsewhere: operator ``tuned``, alone where none is named.
         ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
         rank: rank of their matrices; None for full.
         refit_upstream: kept blocks before each cut that ``+refit`` also refits.
@@ -125,6 +126,7 @@ class RecoverSection(Section):
     ratio: Literal["mean-of-ratios", "ratio-of-means"] = "mean-of-ratios"
     epochs: Annotated[int, Field(ge=1)] | None = None
     learning_rate: Annotated[float, Field(gt=0)] | None = None
+    weights: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +135,8 @@ class RecoverSection(Section):
             return data
         given = dict(data)
         quality, everywhere = given.pop("quality", None), given.pop("refit_downstream", None)
+        if given.get("weights") is not None:
+            given.setdefault("operators", ("tuned",))
         if quality is not None:
             require_name(str(quality), QUALITIES, "quality")
             given["operators"] = QUALITIES[str(quality)]

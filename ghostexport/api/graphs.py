@@ -20,6 +20,7 @@ from ghostexport.api.options import (
     path_of,
     plan_of,
 )
+from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
@@ -62,9 +63,10 @@ def export(
 
 def surgery(
     graph: File,
-    change: OperatorSet | Plan | str | Path,
+    change: OperatorSet | Plan | str | Path | None,
     output: str | Path,
     *,
+    weights: str | Path | None = None,
     self_contained: bool = False,
     kv_pattern: str | Iterable[str] | None = None,
     dry_run: bool = False,
@@ -74,7 +76,9 @@ def surgery(
     Args:
         graph: ONNX file of a decoder, of any producer.
         change: operators (a set, or a file of one) with the plan they repair; or a plan or spans, for a bare cut.
+            With ``weights``, spans or None: which blocks the checkpoint lacks is found by its weights.
         output: the new ONNX file.
+        weights: checkpoint folder of the model without some blocks, trained elsewhere, to put into the graph.
         self_contained: give it a data file of its own in the graph's folder too.
         kv_pattern: templates of unusual KV names, such as ``cache_k_{}``.
         dry_run: do everything but write.
@@ -89,9 +93,17 @@ def surgery(
 
     path = path_of(graph)
     pattern = kv_pattern if isinstance(kv_pattern, str) else ",".join(kv_pattern or ()) or None
-    if isinstance(change, OperatorSet | str | Path):
+    operators: OperatorSet | None
+    if weights is not None:
+        if isinstance(change, OperatorSet | str | Path):
+            raise RecipeError("Operators and weights are both given.", "Give spans, or None, with weights.")
+        operators = _tuned(path, Path(weights), None if change is None else change, pattern)
+        plan = operators.plan
+    elif isinstance(change, OperatorSet | str | Path):
         operators = operators_of(change)
         plan = operators.plan
+    elif change is None:
+        raise RecipeError("Nothing to do.", "Give operators, a plan or spans, or weights.")
     else:
         operators = None
         plan = change if isinstance(change, PrunePlan) else plan_of(change, inspect_graph(path, pattern).num_blocks)
@@ -138,6 +150,22 @@ def quantize(
     return quantize_graph(
         path, Path(output), form, block=block, scales=scales, head=head, importance=importance, progress=progress
     )
+
+
+def _tuned(graph: Path, folder: Path, change: Plan | None, pattern: str | None) -> OperatorSet:
+    """The weights of a checkpoint, for a graph that holds what they were before."""
+    from ghostexport.models import load_model
+    from ghostexport.models.foreign import near_operators, plan_of_kept
+    from ghostexport.models.reweighting import all_weights
+    from ghostexport.surgery import inspect_graph, kept_of
+
+    cut = load_model(folder, "float32", Execution(device="cpu"))
+    if change is not None:
+        return near_operators(cut, plan_of(change, inspect_graph(graph, pattern).num_blocks))
+    if cut.operators is not None:
+        return near_operators(cut, cut.operators.plan)
+    count, kept = kept_of(graph, all_weights(cut.model), str(folder), pattern)
+    return near_operators(cut, plan_of_kept(count, kept))
 
 
 def verify(model: Any, graph: File, variant: str | None = None, tokens: Any = None) -> ParityReport:

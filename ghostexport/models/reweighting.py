@@ -51,6 +51,24 @@ def changed_weights(dense: Any, plan: PrunePlan, cut: Any) -> dict[str, NewWeigh
     return found
 
 
+def all_weights(model: Any, plan: PrunePlan | None = None) -> dict[str, NewWeight]:
+    """Every parameter of a model, recognised by its own numbers, in the order in which they run.
+
+    Args:
+        plan: the model is cut by it: names and blocks become those of the dense model.
+    """
+    names, prefix = _cut_names(model, plan or PrunePlan(len(find_blocks(model)), ())), _prefix(model)
+    found = {}
+    for name in _running_order(model):
+        if _inside(name, prefix)[1].startswith("ghost"):
+            continue  # an operator at a cut
+        value = _numbers(model.get_parameter(name))
+        known = value.reshape(-1)[places(value.shape)].astype("float32")
+        dense, block = names[name]
+        found[dense] = NewWeight(value, known, block, near=True)
+    return found
+
+
 def set_weights(cut: Any, plan: PrunePlan, weights: Mapping[str, NewWeight]) -> None:
     """Gives a cut model new parameters, also where it ties them; those it shared with another model stay as they are.
 

@@ -197,6 +197,17 @@ def require_operators(
         _require_applicable(loaded, PrunePlan.from_spans(loaded.num_blocks, [(cut, cut + 1)]), sequences, section)
 
 
+def require_folded(section: RecoverSection) -> None:
+    """Raises RecipeError where an operator adds a node, before it is fitted for a checkpoint."""
+    adding = [name for name in section.operators if not OPERATORS[base_operator(name)].folded]
+    if adding:
+        raise RecipeError(
+            f"{', '.join(adding)} adds a node at the cut, which no checkpoint of transformers holds.",
+            f"Give --operator ghost-zero{REFIT} (best), or another of: "
+            f"{', '.join(name for name, kind in OPERATORS.items() if kind.folded)}.",
+        )
+
+
 def _gathered_kinds(section: RecoverSection) -> dict[str, Kind]:
     """The kinds that are fitted without a refit, by name."""
     return {name: OPERATORS[name] for name in section.operators if not name.endswith(REFIT)}

@@ -86,6 +86,7 @@ OPERATORS: dict[str, Kind] = {
         ranked=True,
         first=True,
     ),
+    "tuned": Kind("fits.least_squares:fit_none", train="trained.tuned:take", folded=True),
     "ghost-weighted-healed": Kind(
         "fits.least_squares:fit_weighted", needs=_WEIGHTED, train=_HEAL, heals=True, ranked=True
     ),

@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from ghostexport.surgery.inspection import GraphReport, inspect_graph
-from ghostexport.surgery.operation import operate
+from ghostexport.surgery.operation import kept_of, operate
 from ghostexport.surgery.surgery_report import BoundaryReport, SurgeryReport
 
-__all__ = ["BoundaryReport", "GraphReport", "SurgeryReport", "inspect_graph", "operate"]
+__all__ = ["BoundaryReport", "GraphReport", "SurgeryReport", "inspect_graph", "kept_of", "operate"]
 
 
 class _Callable(ModuleType):

@@ -20,15 +20,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ghostexport.errors import SurgeryError
-from ghostexport.new_weights import NewWeight, places
+from ghostexport.new_weights import NEAR, NewWeight, kept_blocks, places
 from ghostexport.onnxfile import values
 from ghostexport.operators import FloatArray
 from ghostexport.surgery.flow import is_constant
 from ghostexport.surgery.layout import DecoderLayout
 from ghostexport.surgery.splice import weight as new_initializer
-
-#: A fine-tuned parameter is nearer than this to its start, relative to its norm; unrelated ones are near 1.4.
-NEAR = 0.5
 
 _SHOWN = 4
 
@@ -110,6 +107,31 @@ def replace_weights(
                 mine = [reading for reading, _ in targets]
                 _redirect(target, new, _is_shared(target, mine, everywhere))
     return done
+
+
+def find_kept(graph: ir.Graph, layout: DecoderLayout, weights: Mapping[str, NewWeight], what: str) -> tuple[int, ...]:
+    """The blocks of a graph that those of a cut and tuned checkpoint were, by what their matrices hold.
+
+    Args:
+        weights: all of the checkpoint, their ``block`` counted in the checkpoint.
+        what: the checkpoint, for messages.
+
+    Raises:
+        ModelLayoutError: it was made from another model.
+    """
+    tensors: dict[int, dict[ir.Value, ir.TensorProtocol]] = {}
+    for reading in readings(graph, layout):
+        if reading.block is not None and reading.value.const_value is not None:
+            tensors.setdefault(reading.block, {})[reading.value] = reading.value.const_value
+    count = 1 + max((w.block for w in weights.values() if w.block is not None), default=-1)
+    found: list[list[list[float]]] = [[[] for _ in range(layout.num_blocks)] for _ in range(count)]
+    for weight in weights.values():
+        if weight.block is None or weight.value.ndim < 2:
+            continue
+        for block in range(layout.num_blocks):
+            near = [d[0] for t in tensors.get(block, {}).values() if (d := distance(weight, t)) is not None]
+            found[weight.block][block].append(min(near, default=np.inf))
+    return kept_blocks(np.array([[np.mean(block or [np.inf]) for block in row] for row in found]), what)
 
 
 def readings(graph: ir.Graph, layout: DecoderLayout) -> list[Reading]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from onnx_ir.passes.common import InlinePass
 
 from ghostexport.errors import BoundaryNotFound, RecipeError, SurgeryError
 from ghostexport.files import atomic_path
+from ghostexport.new_weights import NewWeight
 from ghostexport.onnxfile import (
     DTYPES,
     copy_data,
@@ -152,6 +153,15 @@ def find_layouts(model: ir.Model, kv_pattern: str | Sequence[str] | None = None)
     if len(counts) > 1:
         raise BoundaryNotFound(f"The branches of the graph have different numbers of blocks: {sorted(counts)}.")
     return layouts
+
+
+def kept_of(
+    graph: Path, weights: Mapping[str, NewWeight], what: str, kv_pattern: str | Sequence[str] | None = None
+) -> tuple[int, tuple[int, ...]]:
+    """How many blocks a graph has, and which of them a cut and tuned checkpoint kept: see :func:`content.find_kept`."""
+    model = load_graph(graph)
+    layout = find_layouts(model, kv_pattern)[0]
+    return layout.num_blocks, content.find_kept(model.graph, layout, weights, what)
 
 
 def _cut_body(
