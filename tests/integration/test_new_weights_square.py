@@ -4,9 +4,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
+from ghostexport.cli import app
 from ghostexport.errors import SurgeryError
 from ghostexport.exporters import export_model
 from ghostexport.models.reweighting import changed_weights
@@ -14,9 +16,10 @@ from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.recover import recover
+from ghostexport.runfolder import RunFolder
 from ghostexport.surgery import operate
 from ghostexport.verification import compare, verify
-from tests.tiny import tiny
+from tests.tiny import tiny, tiny_folder
 
 PLAN = PrunePlan.from_spans(6, [(1, 2), (3, 5)])
 WHOLE = PrunePlan(6, ())
@@ -71,7 +74,7 @@ def test_every_weight_of_a_tuned_model_goes_into_the_dense_graph(exported, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_healed_model_is_in_the_graph_as_in_pytorch_with_the_nodes_of_ghost(exported, tmp_path, dtype):
     case = exported("llama", dtype)
     loaded = models.from_memory(case.model)
@@ -116,3 +119,19 @@ def test_a_tuned_model_with_all_blocks(exported, tmp_path):
     weights = changed_weights(case.model, WHOLE, model)
     operate(case.path, WHOLE, bare(weights, WHOLE), tmp_path / "tuned.onnx")
     assert verify(model, tmp_path / "tuned.onnx", "tuned").worst_relative < 1e-4
+
+
+@pytest.mark.slow
+def test_quality_heal_ends_at_engines_of_both_runtimes(tmp_path):
+    source, text = tiny_folder(tmp_path / "model", "llama"), tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"document {i}: " + " ".join(map(str, range(i, i + 60))) for i in range(60)))
+    run = ["build", "engine", str(source), "-o", str(tmp_path / "run"), "--plan", "[[1, 2], [3, 5]]"]
+    run += ["--calibration", str(text), "--sequences", "16", "--length", "64", "--held-out", "4", "--quality", "heal"]
+    run += ["--learning-rate", "1e-3", "--runtime", "onnxruntime", "--runtime", "tensorrt-rtx"]
+    found = CliRunner().invoke(app, run, catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    folder = RunFolder(tmp_path / "run")
+    fit = folder.read_operators("ghost-healed").operators[0].fit
+    assert fit["kl_after"] < fit["kl_before"] and folder.read_parity()["ghost-healed"]["passed"] is True
+    assert all(folder.sidecar_path(name, "ghost-healed").exists() for name in ("onnxruntime", "tensorrt-rtx"))
+    assert not list(folder.path.glob("healing-*"))
