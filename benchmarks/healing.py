@@ -7,7 +7,6 @@ cell is one JSON file, with its operators beside it where they are a start, so a
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import time
@@ -18,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from quality_figures import draw_healing
+from quality_report import AVERAGED, geometric_mean, interval, perplexity, ratio, read, spans
 from quality_texts import LENGTH, Pools, calibration_windows
 
 from ghostexport import models
@@ -84,23 +85,30 @@ class Healer:
     def start(self, removed: Sequence[Sequence[int]], seed: int) -> OperatorSet:
         """The start of a plan and draw, measured with the other closed forms of its pass."""
         plan = PrunePlan.from_spans(self.loaded.num_blocks, removed)
-        names = {kind: f"start-{Healing(removed, STARTED_ON, seed=seed).name}-{kind}" for kind in STARTS}
-        if not all((self.work / f"{name}.safetensors").exists() for name in names.values()):
-            begun = time.monotonic(), cpu_seconds()
+        own = Healing(removed, STARTED_ON, seed=seed)
+        files = {kind: self.work / f"start-{own.name}-{kind}.safetensors" for kind in STARTS}
+        begun = time.monotonic(), cpu_seconds()
+        if not all(file.exists() for file in files.values()):
             section = RecoverSection(operators=STARTS, statistics="sequential")
             sets = recover(self.loaded, plan, self.drawn(seed, STARTED_ON), self.judges, section, self.execution())
-            for kind, name in names.items():
-                write_bytes(self.work / f"{name}.safetensors", sets[kind].to_bytes())
-                self.cell(name, Healing(removed, STARTED_ON, seed=seed), kind, sets[kind], begun)
-        return load_operators(self.work / f"{names['ghost-split']}.safetensors")
+            for kind, file in files.items():
+                write_bytes(file, sets[kind].to_bytes())
+        for kind, file in files.items():
+            if not file.with_suffix(".json").exists():
+                self.cell(file.stem, own, kind, load_operators(file), begun)
+        return load_operators(files["ghost-split"])
 
     def run(self, healing: Healing) -> None:
+        if not (self.work / "dense.json").exists():
+            losses = {domain: window_losses(self.loaded.model, windows) for domain, windows in self.held_out.items()}
+            write_json(self.work / "dense.json", {"losses": losses})
         if (self.work / f"{healing.name}.json").exists():
             return
         start, begun = self.start(healing.removed, healing.seed), (time.monotonic(), cpu_seconds())
         section = RecoverSection(epochs=healing.epochs, learning_rate=healing.rate)
         tokens = self.drawn(healing.seed, healing.size)
         found = heal(self.loaded, start, tokens, self.judges, section, self.execution())
+        write_bytes(self.work / f"{healing.name}.safetensors", found.to_bytes())
         self.cell(healing.name, healing, "ghost-healed", found, begun)
 
     def cell(
@@ -138,7 +146,56 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def read_cells(work: Path) -> list[dict[str, Any]]:
-    """The measured cells, starts first."""
-    files = [*sorted(work.glob("start-heal-*.json")), *sorted(work.glob("heal-*.json"))]
-    return [json.loads(file.read_text(encoding="utf-8")) | {"name": file.stem} for file in files]
+def render(work: Path, results: Path, title: str) -> None:
+    """Writes ``healing.json``, ``healing.md`` and ``healing.png``."""
+    cells = [read(file) for file in sorted(work.glob("start-heal-*.json")) + sorted(work.glob("heal-*.json"))]
+    dense = read(work / "dense.json")
+    same = {(str(c["removed"]), c["seed"], c["repair"]): c for c in cells if c["repair"] in STARTS}
+    rows = []
+    for cell in cells:
+        row = {key: value for key, value in cell.items() if key not in ("losses", "fit")}
+        row |= {domain: perplexity(losses) for domain, losses in cell["losses"].items()}
+        row |= {"geometric_mean": geometric_mean(cell), "fit": cell["fit"][0]}
+        for name, kind in (("ghost", "ghost"), ("start", "ghost-split")):
+            other = same.get((str(cell["removed"]), cell["seed"], kind))
+            if other is not None and cell["repair"] != kind:
+                row[f"ratio_to_{name}"] = ratio(cell, other, AVERAGED)
+                row[f"ratio_to_{name}_by_domain"] = {d: ratio(cell, other, (d,)) for d in cell["losses"]}
+        rows.append(row)
+    rows.sort(key=lambda row: (str(row["removed"]), row["seed"], row["repair"] not in STARTS, row["size"]))
+    about = {"title": title, "windows": len(dense["losses"]["wiki"]), "judges": JUDGES, "started_on": STARTED_ON}
+    whole = {d: perplexity(v) for d, v in dense["losses"].items()} | {"geometric_mean": geometric_mean(dense)}
+    write_json(results / "healing.json", about | {"dense": whole, "rows": rows})
+    write_bytes(results / "healing.md", "\n".join(table(about, whole, rows)).encode())
+    draw_healing(rows, whole["geometric_mean"], results / "healing.png")
+
+
+def table(about: dict[str, Any], dense: dict[str, float], rows: Sequence[dict[str, Any]]) -> list[str]:
+    domains = ("wiki", "c4", "code", "speeches")
+    lines = [
+        f"# Healing, {about['title']}",
+        "",
+        f"Perplexity on {about['windows']} held-out windows of 512 tokens per domain (the first of them those of "
+        f"quality.md); geo = geometric mean of {', '.join(AVERAGED)}; calibration on wiki and C4 only. Ratios have 95 "
+        "% intervals over windows, as wide as so few demand. `ghost` and the start, `ghost-split`, are of the first "
+        f"{about['started_on']} sequences of the draw. KL: of the {about['judges']} judging sequences, before and "
+        "after. CPU s: training and the dense model's pass for its targets, one thread of a shared machine.",
+        "",
+        "dense: " + ", ".join(f"{d} {p:.1f}" for d, p in dense.items()),
+        "",
+        "| removed | draw | repair | sequences | wiki | c4 | code | speeches | geo | / ghost | / start | KL | CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        fit = row["fit"]
+        kl = f"{fit['kl_before']:.3f} -> {fit['kl_after']:.3f}" if "kl_after" in fit else ""
+        cells = [spans(row), row["seed"], row["repair"], row["size"], *(f"{row[d]:.1f}" for d in domains)]
+        cells += [f"**{row['geometric_mean']:.1f}**", interval(row.get("ratio_to_ghost"))]
+        cells += [interval(row.get("ratio_to_start")), kl, f"{row['cpu_seconds']:.0f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "Ratio to the start by domain:", "", f"| removed | draw | sequences | {' | '.join(domains)} |"]
+    lines.append("|---|---|---|" + "---|" * len(domains))
+    for row in (row for row in rows if row["repair"] not in STARTS):
+        shown = " | ".join(interval(row.get("ratio_to_start_by_domain", {}).get(d)) for d in domains)
+        lines.append(f"| {spans(row)} | {row['seed']} | {row['size']} | {shown} |")
+    return [*lines, ""]

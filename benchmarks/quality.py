@@ -8,7 +8,8 @@
 Parts: ``repairs`` (every repair on the span that ``streamline`` picks and on another criterion's plan),
 ``criteria`` (every criterion with the operators of OPERATORS, on two of the domains), ``sizes`` (16 to 256
 calibration sequences), ``tasks`` (zero-shot accuracy on the same items, and a sample of text, on the plans of
-``repairs``). Calibration text is wiki and C4; held-out windows come from other documents of both, from code and
+``repairs``), ``heal`` (``healing.py``: training over the amount of text, ten windows a domain, results of its own).
+Calibration text is wiki and C4; held-out windows come from other documents of both, from code and
 from presidential messages of 1790 to 1900. Every measured cell is one JSON file in CELLS, with its operators beside
 it, so an interrupted run continues where it stopped (after a change of ghostexport take a new folder).
 """
@@ -29,6 +30,8 @@ from typing import Any
 
 import torch
 import transformers
+from healing import Healer, Healing
+from healing import render as render_healing
 from quality_report import COMPARED, TRAINED, Subject, cell_name, render
 from quality_texts import LENGTH, calibration_windows, held_out_windows, pools
 
@@ -44,7 +47,16 @@ from ghostexport.recipe import CRITERIA, REFIT, RecoverSection, SelectSection
 from ghostexport.recovery.recover import recover
 from ghostexport.selection.choosing import select
 
-PARTS = ("repairs", "criteria", "sizes", "tasks")
+PARTS = ("repairs", "criteria", "sizes", "tasks", "heal")
+
+#: Trained by the part ``heal``: removed blocks, sequences, draw.
+HEALED = (
+    Healing(((12, 19),), 64),
+    Healing(((12, 19),), 192),
+    Healing(((12, 19),), 384),
+    Healing(((12, 19),), 64, seed=1),
+    Healing(((9, 20),), 192),
+)
 
 #: What is measured, and how many blocks are removed from it.
 MODELS = {
@@ -95,7 +107,10 @@ def main() -> None:
     if arguments.parts:
         bench = Bench.open(arguments)
         for part in arguments.parts:
-            {"repairs": repairs, "criteria": criteria, "sizes": sizes, "tasks": tasks}[part](bench, arguments)
+            parts = {"repairs": repairs, "criteria": criteria, "sizes": sizes, "tasks": tasks, "heal": healing}
+            parts[part](bench, arguments)
+    if arguments.parts == ["heal"]:
+        return
     render(arguments.work, arguments.results, MODELS[arguments.model][0], arguments.sequences, OPERATORS)
 
 
@@ -150,6 +165,14 @@ def tasks(bench: Bench, arguments: argparse.Namespace) -> None:
         for repair in arguments.asked:
             patched = models.patch(bench.loaded, plan, bench.operators(plan, arguments.sequences, repair)).model
             bench.ask(cell_name(plan.to_json(), arguments.sequences, repair), patched, arguments.items)
+
+
+def healing(bench: Bench, arguments: argparse.Namespace) -> None:
+    texts, bos = pools(bench.loaded.tokenizer), bench.loaded.tokenizer.bos_token_id
+    healer = Healer(arguments.work, bench.loaded, texts, held_out_windows(texts, max(10, arguments.windows), bos))
+    for entry in HEALED:
+        healer.run(entry)
+    render_healing(arguments.work, arguments.results, f"{MODELS[arguments.model][0].title} (de-quantised)")
 
 
 @dataclass

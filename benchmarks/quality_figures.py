@@ -42,6 +42,38 @@ def draw_depths(result: dict[str, Any], size: int, blocks: int, path: Path) -> N
     plt.close(drawing)
 
 
+def draw_healing(rows: Sequence[dict[str, Any]], dense: float, path: Path) -> None:
+    """Sequences on x, geometric-mean perplexity on y: healing over the amount of text, the closed forms as levels."""
+    drawing, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    plans = sorted({str(row["removed"]) for row in rows})
+    for plan, colour in zip(plans, ("#d62728", "#1f77b4", "#2ca02c", "#9467bd"), strict=False):
+        own = [row for row in rows if str(row["removed"]) == plan]
+        label = ", ".join(f"[{a}, {b})" for a, b in own[0]["removed"])
+        for seed in sorted({row["seed"] for row in own}):
+            healed = [r for r in own if r["repair"] == "ghost-healed" and r["seed"] == seed]
+            points = sorted((row["size"], row["geometric_mean"]) for row in healed)
+            if points:
+                name = f"{label} healed" if seed == 0 else None
+                style = {"marker": "o" if seed == 0 else "s", "markerfacecolor": colour if seed == 0 else "white"}
+                axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
+        for kind, line in (("ghost", "-."), ("ghost-split", "--")):
+            level = next((r["geometric_mean"] for r in own if r["repair"] == kind and r["seed"] == 0), None)
+            if level is not None and level < 300:
+                axes.axhline(level, color=colour, linestyle=line, linewidth=1, label=f"{label} {kind}")
+    axes.axhline(dense, color="#555555", linestyle=":", label="dense")
+    sizes = sorted({row["size"] for row in rows if row["repair"] == "ghost-healed"})
+    axes.set(xlabel="calibration sequences of 512 tokens", ylabel="perplexity (geometric mean)")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(sizes, labels=[str(size) for size in sizes])
+    ticks = [tick for tick in (15, 20, 25, 30, 40, 50, 70, 100, 200, 300) if tick > 0.8 * dense]
+    axes.set_yticks(ticks, labels=[str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    drawing.savefig(path, dpi=150)
+    plt.close(drawing)
+
+
 def draw_criteria(rows: Sequence[dict[str, Any]], operators: Sequence[str], blocks: int, path: Path) -> None:
     """Every plan's perplexity, one panel per depth, one mark per operator; the best plan on top."""
     depths = sorted({row["prune"] for row in rows})
