@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from ghostexport.calibration import CalibrationSet
 from ghostexport.distributed import is_shared
 from ghostexport.errors import RecipeError, RecoveryError
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel
+from ghostexport.models import LoadedModel, read_residuals
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.recipe import BEST, HEAL, REFIT, RecoverSection, base_operator
@@ -80,6 +81,7 @@ def recover(
     calibration.require_tokens_for(loaded.hidden_size, execution)
     _require_applicable(loaded, plan, len(calibration), section)
     say_unused(section, execution)
+    say_minutes(loaded, calibration, section, execution)
     fitted = _fit(loaded, plan, calibration, held_out, section, execution, gathered)
     for name in section.operators:
         if name.endswith(REFIT):
@@ -146,6 +148,24 @@ def say_unused(section: RecoverSection, execution: Execution) -> None:
         if getattr(section, key) and not used:
             names = ", ".join(section.operators)
             execution.say(f"recover: {key} ({getattr(section, key)}) has no effect on {names}")
+
+
+#: What recovery costs, in forward passes of the model over the calibration set: the shared pass of the closed forms
+#: with its sums, and each refit (measured on SmolLM2; the solves of wider models weigh more).
+PASS, REFIT_PASSES = 1.5, 9.0
+
+
+def say_minutes(
+    loaded: LoadedModel, calibration: CalibrationSet, section: RecoverSection, execution: Execution
+) -> None:
+    """Says how long the closed forms will take, from one sequence; what is trained says its own minutes."""
+    begun = time.monotonic()
+    batch = next(iter(calibration.batches(loaded.device, tokens=1)))
+    read_residuals(loaded.model, [loaded.num_blocks], lambda point, x: None, batch.input_ids, batch.attention_mask)
+    refits = sum(name.endswith(REFIT) for name in section.operators)
+    passes = PASS * bool(_gathered_kinds(section)) + REFIT_PASSES * refits
+    minutes = len(calibration) * passes * (time.monotonic() - begun) / 60
+    execution.say(f"recover: about {max(1, round(minutes))} minutes for {', '.join(section.operators)}")
 
 
 def _require_known(section: RecoverSection) -> None:
