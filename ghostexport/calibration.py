@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ghostexport.errors import CalibrationError, RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes
 from ghostexport.recipe import CalibrationSection
-from ghostexport.texts import documents
+from ghostexport.texts import documents, shares
 
 FORMAT = "ghostexport.calibration/1"
 
@@ -152,6 +153,9 @@ class Tokens(NamedTuple):
 def draw(section: CalibrationSection, tokenizer: Any, execution: Execution | None = None) -> Tokens:
     """Draws calibration windows and held-out windows, the two from different documents.
 
+    Of several sources each gives its share of both, in windows of its own; the calibration windows are then mixed.
+    Conversations become text by the tokenizer's chat template.
+
     Each document goes whole to the set that is relatively emptier; a set's documents are joined by blank lines and cut
     into windows of ``section.length`` tokens, each starting with the tokenizer's BOS token where it defines one
     (and ``section.bos`` is on).
@@ -163,11 +167,30 @@ def draw(section: CalibrationSection, tokenizer: Any, execution: Execution | Non
     execution = execution or Execution()
     if tokenizer is None:
         raise CalibrationError("The model's source has no tokenizer.", "Add tokenizer files to the model's folder.")
+    counts = (shares(section.source, n) for n in (section.sequences, section.held_out_sequences))
+    drawn = []
+    for (name, n), (_, m) in zip(*counts, strict=True):
+        own = section.model_copy(update={"source": name, "sequences": n, "held_out_sequences": m})
+        drawn.append(_draw(own, tokenizer, execution))
+    bos = tokenizer.bos_token_id if section.bos else None
+    sets = []
+    for split, windows in zip(("calibration", "held-out"), map(np.concatenate, zip(*drawn, strict=True)), strict=True):
+        if len(drawn) > 1 and split == "calibration":
+            windows = np.random.default_rng(section.seed).permutation(windows)
+        spec = section.model_dump(mode="json") | {"split": split, "bos": bos, "tokenizer": type(tokenizer).__name__}
+        sets.append(CalibrationSet.from_tokens(windows, **spec))
+    return Tokens(*sets)
+
+
+def _draw(section: CalibrationSection, tokenizer: Any, execution: Execution) -> list[NDArray[np.int64]]:
+    """Windows of one source: to calibrate, held out."""
+    chat = tokenizer.apply_chat_template if getattr(tokenizer, "chat_template", None) else None
+    source = str(section.source)
     bos = tokenizer.bos_token_id if section.bos else None
     room = section.length - (bos is not None)  # text tokens per window
     wanted = (section.sequences * room, section.held_out_sequences * room)
     pools: tuple[list[int], list[int]] = ([], [])
-    for ids in _tokenized(documents(section.source, section.seed), tokenizer):
+    for ids in _tokenized(documents(source, section.seed, chat and partial(chat, tokenize=False)), tokenizer):
         target = min((0, 1), key=lambda pool: len(pools[pool]) / wanted[pool])
         pools[target].extend(ids)
         filled = sum(min(len(pool), need) for pool, need in zip(pools, wanted, strict=True))
@@ -183,14 +206,11 @@ def draw(section: CalibrationSection, tokenizer: Any, execution: Execution | Non
             if sum(map(len, pools)) < sum(wanted)
             else "A document goes whole to one of the two: cut long documents into several.",
         )
-    sets = []
-    for split, pool, need in zip(("calibration", "held-out"), pools, wanted, strict=True):
+    found = []
+    for pool, need in zip(pools, wanted, strict=True):
         windows = np.asarray(pool[:need], dtype=np.int64).reshape(-1, room)
-        if bos is not None:
-            windows = np.insert(windows, 0, bos, axis=1)
-        spec = section.model_dump(mode="json") | {"split": split, "bos": bos, "tokenizer": type(tokenizer).__name__}
-        sets.append(CalibrationSet.from_tokens(windows, **spec))
-    return Tokens(*sets)
+        found.append(windows if bos is None else np.insert(windows, 0, bos, axis=1))
+    return found
 
 
 def _tokenized(texts: Iterator[str], tokenizer: Any) -> Iterator[list[int]]:

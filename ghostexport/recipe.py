@@ -57,9 +57,10 @@ class ModelSection(Section):
 
 
 class CalibrationSection(Section):
-    """Text: where from, how many windows of how many tokens to fit and to measure on, which draw, BOS in front."""
+    """Text: where from (one source, or several with shares, ``c4:96``), how many windows of how many tokens to fit and
+    to measure on, which draw, BOS in front."""
 
-    source: str = "wikitext2"
+    source: str | Annotated[tuple[str, ...], Field(min_length=1)] = "wikitext2"
     sequences: Annotated[int, Field(ge=1)] = 128
     length: Annotated[int, Field(ge=2)] = 2048
     held_out_sequences: Annotated[int, Field(ge=1)] = 16

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,40 @@ STUB = 300
 DEMO_REQUIREMENT = "exllamav3==1.6.5"
 
 
-def documents(source: str, seed: int) -> Iterator[str]:
+#: From the messages of a conversation, each with ``role`` and ``content``, to its text.
+Chat = Callable[[list[dict[str, Any]]], str]
+
+
+def shares(sources: str | Sequence[str], count: int) -> list[tuple[str, int]]:
+    """How many of ``count`` sequences come from each source: ``NAME:SHARE``, or ``NAME`` for a share of 1.
+
+    Raises:
+        CalibrationError: a source is left with none.
+    """
+    if isinstance(sources, str):
+        return [(sources, count)]
+    parts = [(source, *source.rpartition(":")[::2]) for source in sources]
+    named = [(name, int(share)) if name and share.isdigit() else (source, 1) for source, name, share in parts]
+    exact = [count * share / sum(share for _, share in named) for _, share in named]
+    whole = [int(part) for part in exact]
+    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: count - sum(whole)]:
+        whole[i] += 1
+    if not all(whole):
+        raise CalibrationError(
+            f"{count} sequences leave none for {named[whole.index(0)][0]}.", "Use more sequences, or other shares."
+        )
+    return [(name, own) for (name, _), own in zip(named, whole, strict=True)]
+
+
+def documents(source: str, seed: int, chat: Chat | None = None) -> Iterator[str]:
     """The documents of a source, shuffled.
 
     Args:
         source: a key of :data:`CORPORA`, ``demo`` or ``demo:DOMAIN`` (:data:`DEMO_DOMAINS`), or the path of a ``.txt``,
-            ``.jsonl`` (one object with ``text`` per line) or ``.parquet`` (column ``text``) file.
+            ``.jsonl`` (per line one object with ``text``, or with the ``messages`` of a conversation) or ``.parquet``
+            (column ``text``) file.
         seed: of the order.
+        chat: makes text of a conversation; None where there is no template for it.
 
     Raises:
         CalibrationError: unknown source; empty, binary or unreadable file; corpus not reachable.
@@ -37,7 +64,7 @@ def documents(source: str, seed: int) -> Iterator[str]:
     """
     if source in CORPORA:
         return _corpus(source, seed)
-    found = list(_demo(source) if source.split(":")[0] == "demo" else _local(Path(source).expanduser()))
+    found = list(_demo(source) if source.split(":")[0] == "demo" else _local(Path(source).expanduser(), chat))
     found = [text for text in found if text.strip()]
     if not found:
         raise CalibrationError(f"Calibration source {source} holds no text.", "Use another file.")
@@ -45,8 +72,8 @@ def documents(source: str, seed: int) -> Iterator[str]:
     return iter(found)
 
 
-def _local(path: Path) -> Iterable[str]:
-    readers = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+def _local(path: Path, chat: Chat | None) -> Iterable[str]:
+    readers = {".txt": _read_text, ".jsonl": lambda path: _read_jsonl(path, chat), ".parquet": _read_parquet}
     if not path.exists():
         raise CalibrationError(
             f"Calibration source {str(path)!r} is neither a known corpus nor a file.",
@@ -90,13 +117,15 @@ def _pieces(text: str) -> Iterator[str]:
     yield text
 
 
-def _read_jsonl(path: Path) -> list[str]:
+def _read_jsonl(path: Path, chat: Chat | None) -> list[str]:
     found = []
     for number, line in enumerate(_decoded(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
+            if isinstance(row, dict) and "messages" in row:
+                row = _conversation(path, number, row["messages"], chat)
             text = row if isinstance(row, str) else row["text"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise CalibrationError(
@@ -107,6 +136,18 @@ def _read_jsonl(path: Path) -> list[str]:
             raise CalibrationError(f"{path}, line {number}: 'text' is not a string.")
         found.append(text)
     return found
+
+
+def _conversation(path: Path, number: int, messages: Any, chat: Chat | None) -> str:
+    if chat is None:
+        raise CalibrationError(
+            f"{path}, line {number}: messages need a chat template, and the model's tokenizer has none.",
+            "Write the conversations as text, or use the tokenizer of the instruction-tuned model.",
+        )
+    try:
+        return chat(messages)
+    except Exception as error:  # a template is a program of its own and raises what it likes
+        raise CalibrationError(f"{path}, line {number}: the chat template refuses the messages: {error}") from error
 
 
 def _read_parquet(path: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, overload
@@ -64,7 +64,7 @@ def load(
 @options_of(_CALIBRATION, CalibrateOptions)
 def calibrate(
     model: LoadedModel,
-    source: str | Path = _CALIBRATION.source,
+    source: str | Path | Sequence[str | Path] = "wikitext2",
     *,
     execution: Execution | None = None,
     **options: Unpack[CalibrateOptions],
@@ -72,7 +72,8 @@ def calibrate(
     """Draws token windows ``[N, T]`` with the model's tokenizer, and held-out windows from other documents.
 
     Args:
-        source: ``wikitext2``, ``c4``, ``ptb``, ``demo``, or a ``.txt``, ``.jsonl`` or ``.parquet`` file.
+        source: ``wikitext2``, ``c4``, ``ptb``, ``demo``, or a ``.txt``, ``.jsonl`` or ``.parquet`` file; or several,
+            with their shares: ``["c4:96", "chat.jsonl:32"]``.
         options: of :class:`CalibrationSection`.
 
     Raises:
@@ -80,7 +81,8 @@ def calibrate(
     """
     from ghostexport.calibration import draw
 
-    return draw(CalibrationSection.model_validate({"source": str(source), **options}), model.tokenizer, execution)
+    named = str(source) if isinstance(source, str | Path) else tuple(map(str, source))
+    return draw(CalibrationSection.model_validate({"source": named, **options}), model.tokenizer, execution)
 
 
 @options_of(SelectSection(), SelectOptions)

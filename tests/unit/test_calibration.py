@@ -224,3 +224,41 @@ def test_demo_texts_are_documents():
         found = list(texts.documents(f"demo:{domain}", 0))
         assert len(found) >= least and not any("<doc" in text[:5] or "<|endoftext|>" in text for text in found)
     assert len(list(texts.documents("demo", 0))) > 1100
+
+
+def test_shares_of_the_sequences():
+    assert texts.shares("c4", 128) == [("c4", 128)]
+    assert texts.shares(["c4:96", "chat.jsonl:32"], 128) == [("c4", 96), ("chat.jsonl", 32)]
+    assert texts.shares(["c4:96", "chat.jsonl:32"], 10) == [("c4", 8), ("chat.jsonl", 2)]
+    assert texts.shares(["demo:wiki", "c4", "demo:code:2"], 7) == [("demo:wiki", 2), ("c4", 2), ("demo:code", 3)]
+    with pytest.raises(CalibrationError, match="2 sequences leave none for rare"):
+        texts.shares(["c4:96", "rare:1"], 2)
+
+
+def test_several_sources_give_their_shares_mixed(tmp_path, tokenizer, corpus):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(" ".join([f"w{d}"] * 40)) + "\n" for d in range(200, 300)))
+    asked = section("").model_copy(update={"source": (f"{corpus}:3", f"{other}:1")})
+    drawn, held_out = calibration.draw(asked, tokenizer)
+    of_other = [bool((row[1:] >= 202).all()) for row in drawn.tokens]
+    assert sum(of_other) == 2 and of_other != sorted(of_other)
+    assert [bool((row[1:] >= 202).all()) for row in held_out.tokens] == [False] * 3 + [True]
+    assert not set(drawn.tokens[:, 1:].flat) & set(held_out.tokens[:, 1:].flat)
+    again, _ = calibration.draw(asked, tokenizer)
+    assert again.sha256 == drawn.sha256
+
+
+def test_conversations_become_text_by_the_chat_template(tmp_path, tokenizer):
+    path = tmp_path / "chat.jsonl"
+    rows = [[{"role": "user", "content": f"w{d}"}, {"role": "assistant", "content": f"w{d + 1}"}] for d in range(90)]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    small = section(path, sequences=1, held_out_sequences=1, length=16)
+    with pytest.raises(CalibrationError, match=r"line 1: messages need a chat template"):
+        calibration.draw(small, tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}w499 {{ m['content'] }} {% endfor %}"
+    drawn, _ = calibration.draw(small, tokenizer)
+    first = drawn.tokens[0, 1:]
+    assert (first[::2] == 501).all() and (first[3::4] == first[1::4][: len(first[3::4])] + 1).all()
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(CalibrationError, match="the chat template refuses the messages"):
+        calibration.draw(small, tokenizer)
