@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 
 import psutil
 
 from ghostexport.errors import BuildError, RecipeError
+from ghostexport.quantization.obstacles import find_obstacle
 from ghostexport.quantization.targets import refusal, weight_form
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.interface import Interface
@@ -71,8 +73,14 @@ CONCERNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def refuse_forms(runtime: str, interface: Interface, capabilities: Iterable[str]) -> None:
-    """Raises BuildError when ``runtime``, or a target such as ``SM86``, cannot hold the form of the graph's weights."""
+def refuse_forms(
+    runtime: str, graph: Path, interface: Interface, capabilities: Iterable[str], version: str = ""
+) -> None:
+    """Raises BuildError when ``runtime``, or a target such as ``SM86``, cannot hold the quantisation of the graph."""
+    obstacle = find_obstacle(graph, runtime, version)
+    if obstacle is not None:
+        remedy = "Quantise the float graph instead: ghostexport quantize GRAPH.onnx -o OUT --format int4."
+        raise BuildError(f"{graph.name} is quantised in a way that {runtime} cannot build. {obstacle}", remedy)
     form = weight_form(interface.weight_types)
     reason = None if form is None else refusal(form, runtime, capabilities)
     if reason is not None:

@@ -190,7 +190,7 @@ def _refuse(graph: Path, interface: Interface, providers: tuple[str, ...]) -> No
             f"{graph.name} updates its KV cache in place; this project runs such graphs on TensorRT only.",
             "Build it with --runtime tensorrt or tensorrt-rtx, or export with a growing cache.",
         )
-    refuse_forms(OnnxRuntime.name, interface, ())
+    refuse_forms(OnnxRuntime.name, graph, interface, ())
     if providers == ("cpu",) and interface.dtype == "bfloat16":
         raise BuildError(
             f"{graph.name} is bfloat16, and ONNX Runtime's CPU provider has no bfloat16 kernels.",
