@@ -6,6 +6,7 @@ through a ``Transpose``. Its inputs run along axis 1; one quantised table then s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ import onnx_ir as ir
 
 from ghostexport.quantization.forms import SCALE_DTYPES
 
-#: Prefix of the operator's own weights, which stay in the stream's dtype (int4 there costs quality).
-OPERATOR = "ghost."
+#: The operator's own weights, which stay in the stream's dtype (int4 there costs quality). Weights of kept blocks that
+#: an operator set changed (``ghost.fold.*``, ``ghost.weight.*``) are linears like any other.
+OPERATOR = re.compile(r"ghost\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def _linear(value: ir.Value, outputs: set[ir.Value]) -> Linear | None:
     tensor = value.const_value
     if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in SCALE_DTYPES:
         return None
-    if (value.name or "").startswith(OPERATOR):
+    if OPERATOR.match(value.name or ""):
         return None
     axes, products, embedding = set(), [], False
     for node, index in value.uses():

@@ -101,6 +101,14 @@ def test_operator_and_norms_keep_their_bytes_and_names(ghost, tmp_path):
         assert np.array_equal(before[name], numpy_helper.to_array(after[name]))
 
 
+def test_weights_that_an_operator_set_changed_are_quantised_and_its_operator_is_not(ghost):
+    model = ir.load(ghost)
+    weight = next(x.weight for x in find_linears(model) if x.shape == (64, 96))
+    weight.name = "ghost.fold.3.mlp.weight"
+    names = {x.name for x in find_linears(model)}
+    assert "ghost.fold.3.mlp.weight" in names and not any(name.startswith("ghost.0.") for name in names)
+
+
 def test_one_table_serves_a_tied_embedding_and_head(ghost, tmp_path):
     quantize_graph(ghost, tmp_path / "q.onnx", "int4", head="same")
     graph = onnx.load(tmp_path / "q.onnx").graph
