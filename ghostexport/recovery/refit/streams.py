@@ -82,7 +82,7 @@ class Call:
 def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
     """The calls of all blocks on a batch, from one forward pass in which every block hands its input on unchanged."""
     blocks = loaded.blocks
-    count = _outputs(loaded.model, blocks)
+    count = num_outputs(loaded.model, blocks)
     calls: list[Call] = []
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -97,10 +97,16 @@ def block_calls(loaded: LoadedModel, batch: Batch) -> list[Call]:
     return calls
 
 
-def go_on(loaded: LoadedModel, batch: Batch, point: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits ``(B, T, V)`` of a model, its stream at a ``point`` >= 1 replaced by ``x`` ``(B, T, C)``."""
+def go_on(
+    loaded: LoadedModel, batch: Batch, point: int = 0, x: torch.Tensor | None = None, count: int | None = None
+) -> torch.Tensor:
+    """Logits ``(B, T, V)`` of a model, its stream at a ``point`` >= 1 replaced by ``x`` ``(B, T, C)``.
+
+    ``count`` is that of :func:`num_outputs`, where the caller knows it.
+    """
     before = loaded.blocks[:point]
-    count = _outputs(loaded.model, loaded.blocks) if before else 0
+    if count is None:
+        count = num_outputs(loaded.model, loaded.blocks) if before else 0
     handed_on = (x, *[None] * (count - 1)) if count else x
     with _instead(before, lambda *args, **kwargs: handed_on):
         output = loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
@@ -123,7 +129,7 @@ def _instead(blocks: nn.ModuleList, forward: Callable[..., Any]) -> Iterator[Non
                 block.forward = before
 
 
-def _outputs(model: Any, blocks: nn.ModuleList) -> int:
+def num_outputs(model: Any, blocks: nn.ModuleList) -> int:
     """How many values a block returns as a tuple; 0 where it returns the stream itself."""
     counts: list[int] = []
 

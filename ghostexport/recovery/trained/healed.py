@@ -44,7 +44,7 @@ from ghostexport.models.reweighting import changed_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.held_out import measure_refit
-from ghostexport.recovery.refit.streams import go_on
+from ghostexport.recovery.refit.streams import go_on, num_outputs
 from ghostexport.recovery.trained.teacher import Teacher
 
 LEARNING_RATE = 2e-4
@@ -113,6 +113,7 @@ class Student:
         self.first = max(0, start.plan.boundaries[0].position - 1)
         self.boundaries = [m for m in self.loaded.model.modules() if isinstance(m, BoundaryModule)]
         self.parameters = self._thaw()
+        self.outputs = num_outputs(dense.model, dense.blocks)
         self.half = _has_bfloat16(dense.device)
         for module in self.boundaries:
             _keep_float32(module)
@@ -146,7 +147,7 @@ class Student:
 
     def logits(self, batch: Batch, x: torch.Tensor) -> torch.Tensor:
         """``[n, V]`` of the real tokens, from the stream ``(B, T, C)`` that enters block ``first``."""
-        return go_on(self.loaded, batch, self.first, x if self.first else None)[batch.mask]
+        return go_on(self.loaded, batch, self.first, x if self.first else None, self.outputs)[batch.mask]
 
     def operators(self, start: OperatorSet) -> OperatorSet:
         """What was trained, as operators and new weights."""
@@ -283,18 +284,17 @@ def say_cost(student: Student, calibration: CalibrationSet, epochs: int, executi
         return tensor
 
     batch, seen = batch_of(calibration, 0, student.dense.device), []
-    block = student.loaded.blocks[student.first]
+    block = student.dense.blocks[student.first]
     handle = block.register_forward_pre_hook(lambda m, a, k: seen.append(hidden_states(a, k)), with_kwargs=True)
     begun = time.monotonic()
     with torch.no_grad(), student.matmuls():
         student.dense.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-        dense = time.monotonic() - begun
-        student.loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    dense = time.monotonic() - begun
     handle.remove()
     begun = time.monotonic()
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with student.matmuls():
-            logits = student.logits(batch, seen[0].detach())
+            logits = student.logits(batch, seen[0].float())
         logits.float().logsumexp(1).mean().backward()
     step = time.monotonic() - begun
     for parameter in student.parameters:
