@@ -71,6 +71,7 @@ FLAGS: dict[str, Flag] = {
     "ratio": Flag("recover", "ratio", str, "LinearPatch: mean-of-ratios (its code) or ratio-of-means (its paper)."),
     "epochs": Flag("recover", "epochs", int, "Passes of the trained operators over the calibration set."),
     "learning_rate": Flag("recover", "learning_rate", float, "Highest learning rate of the healed operators."),
+    "heal_rank": Flag("recover", "heal_rank", int, "Healing in less memory: linear layers change by this rank."),
     "weights": Flag("recover", "weights", str, "Checkpoint of the cut model, trained elsewhere (operator tuned)."),
     "exporter": Flag("export", "exporter", str, "auto, transformers or optimum."),
     "opset": Flag("export", "opset", int, "ONNX opset of the export."),

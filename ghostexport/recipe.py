@@ -106,7 +106,8 @@ class RecoverSection(Section):
         per_block: plans of several runs get the product of one map per removed block instead of one map per run.
         ratio: LinearPatch's scale: mean over sequences of the ratio (its code), or ratio of the means (its paper).
         epochs: passes of the trained kinds over the calibration set; None for their published number.
-        learning_rate: highest one of the healed kinds; None for 2e-4.
+        learning_rate: highest one of the healed kinds; None for 2e-4, and ten times that with a rank.
+        heal_rank: healed linear layers change by a matrix of this rank: less memory; None for whole weights.
         weights: checkpoint folder of the cut model, trained elsewhere: operator ``tuned``, alone where none is named.
         ridge: absolute ``lambda`` of the least-squares kinds; ``cv`` chooses it by 4-fold cross-validation.
         rank: rank of their matrices; None for full.
@@ -127,6 +128,7 @@ class RecoverSection(Section):
     ratio: Literal["mean-of-ratios", "ratio-of-means"] = "mean-of-ratios"
     epochs: Annotated[int, Field(ge=1)] | None = None
     learning_rate: Annotated[float, Field(gt=0)] | None = None
+    heal_rank: Annotated[int, Field(ge=1)] | None = None
     weights: str | None = None
 
     @model_validator(mode="before")

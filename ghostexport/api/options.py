@@ -76,6 +76,7 @@ class RecoverOptions(TypedDict, total=False):
     ratio: str
     epochs: int | None
     learning_rate: float | None
+    heal_rank: int | None
     weights: str | None
 
 

@@ -13,6 +13,7 @@ Masters, stream and maps are float32; matrix products are bfloat16 where the dev
 The first :data:`JUDGED` held-out sequences judge, the start included: the state with the least KL there is kept, and
 where training does not help, nothing of it is applied. Memory: 16 bytes per trained weight, and what a step keeps for
 its gradient; both are said before it starts. Disk: the stream, ``4 C`` bytes a token, and 400 for the predictions.
+With ``heal_rank`` the linear layers change by a product of that rank (``low_rank``), merged at the end.
 
 An interrupted training goes on where its state was last written (``Execution.scratch``).
 """
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.execution import Execution
@@ -45,6 +47,7 @@ from ghostexport.operators import Operator, OperatorSet
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.held_out import measure_refit
 from ghostexport.recovery.refit.streams import go_on, num_outputs
+from ghostexport.recovery.trained.low_rank import RATE, LowRank
 from ghostexport.recovery.trained.teacher import Teacher
 
 LEARNING_RATE = 2e-4
@@ -78,9 +81,11 @@ def heal(
         ModelLayoutError: parts of the model are on disk.
     """
     loaded.require_whole("healing trains parts of it", "Use a device that holds the model, or a closed form.")
-    settings: dict[str, Any] = {"epochs": section.epochs or 1, "rate": section.learning_rate or LEARNING_RATE}
+    rank = section.heal_rank
+    highest = section.learning_rate or LEARNING_RATE * (1 if rank is None else RATE)
+    settings: dict[str, Any] = {"epochs": section.epochs or 1, "rate": highest, "rank": rank}
     settings["matmuls"] = "bfloat16" if _has_bfloat16(loaded.device) else "float32"
-    student = Student(loaded, start)
+    student = Student(loaded, start, rank)
     with _folder(loaded, start, calibration, held_out, settings, execution) as folder:
         say_cost(student, calibration, settings["epochs"], execution)
         texts = Texts(student, calibration, folder, "calibration", execution)
@@ -104,15 +109,16 @@ class Student:
         loaded: the cut model.
         dense: what it was made of.
         first: position of its first trained block; nothing before it needs to be run.
-        parameters: what is trained.
+        parameters: what is trained: whole weights, or with a ``rank`` a change of that rank of every linear layer.
     """
 
-    def __init__(self, dense: LoadedModel, start: OperatorSet) -> None:
+    def __init__(self, dense: LoadedModel, start: OperatorSet, rank: int | None = None) -> None:
         self.dense, self.plan = dense, start.plan
         self.loaded = patch(dense, start.plan, start)
         self.first = max(0, start.plan.boundaries[0].position - 1)
         self.boundaries = [m for m in self.loaded.model.modules() if isinstance(m, BoundaryModule)]
         self.parameters = self._thaw()
+        self.low = [] if rank is None else self._lower(rank)
         self.outputs = num_outputs(dense.model, dense.blocks)
         self.half = _has_bfloat16(dense.device)
         for module in self.boundaries:
@@ -139,6 +145,16 @@ class Student:
                     setattr(module, key, new.setdefault(id(old), made))
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
+    def _lower(self, rank: int) -> list[LowRank]:
+        """Freezes every linear layer of the trained blocks and puts a change of low rank beside it."""
+        layers = [m for b in self.loaded.blocks[self.first :] for m in b.modules() if isinstance(m, nn.Linear | Conv1D)]
+        for layer in layers:
+            layer.weight.requires_grad_(False)
+        low = [LowRank(layer, rank, seed) for seed, layer in enumerate(layers)]
+        whole = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.parameters = [*whole, *(parameter for change in low for parameter in change.parameters)]
+        return low
+
     @contextlib.contextmanager
     def matmuls(self) -> Iterator[None]:
         """Matrix products in bfloat16 where the device has them."""
@@ -151,6 +167,8 @@ class Student:
 
     def operators(self, start: OperatorSet) -> OperatorSet:
         """What was trained, as operators and new weights."""
+        for change in self.low:
+            change.merge()
         modules = iter(self.boundaries)
         operators = tuple(_trained(o, next(modules)) if o.adds_nodes else replace(o, folds=()) for o in start.operators)
         weights = changed_weights(self.dense.model, self.plan, self.loaded.model)

@@ -176,6 +176,20 @@ def test_cost_is_said_and_names_are_known(loaded):
     assert load_operators
 
 
+def test_with_a_rank_every_linear_layer_changes_by_a_matrix_of_that_rank(loaded):
+    found = recovered(loaded, "ghost-healed", heal_rank=3, learning_rate=5e-3)["ghost-healed"]
+    start = recovered(loaded, "ghost-split", statistics="sequential")["ghost-split"]
+    before, after = (models.patch(loaded, PLAN, operators).model for operators in (start, found))
+    fit = found.operators[0].fit
+    assert fit["kl_after"] < fit["kl_before"] and fit["rank"] == 3
+    linear = [name for name, m in after.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in name]
+    for name in linear:
+        change = after.get_submodule(name).weight - before.get_submodule(name).weight
+        assert int(torch.linalg.matrix_rank(change, rtol=1e-4)) == (0 if ".layers.0." in name else 3), name
+    own = sum(3 * sum(after.get_submodule(n).weight.shape) for n in linear if ".layers.0." not in n)
+    assert fit["trained_weights"] == own + 3 * 2 * 64 + 64 + 2 * 64 * 64
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_half_precision_model_is_trained_in_float32_without_fast_bfloat16(monkeypatch, dtype):
     monkeypatch.setattr(healed, "_has_bfloat16", lambda device: False)
