@@ -34,12 +34,7 @@ def draw_depths(result: dict[str, Any], size: int, blocks: int, path: Path) -> N
     depths = sorted({row["prune"] for row in rows})
     axes.set(xlabel=f"removed blocks of {blocks}", ylabel="perplexity (geometric mean)", yscale="log", xticks=depths)
     ticks = [20, 30, 50, 100, 200, 500, 1000]
-    axes.set_yticks(ticks, labels=[str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    drawing.savefig(path, dpi=150)
-    plt.close(drawing)
+    _finish(drawing, axes, ticks, path)
 
 
 def draw_healing(rows: Sequence[dict[str, Any]], dense: float, path: Path) -> None:
@@ -66,12 +61,7 @@ def draw_healing(rows: Sequence[dict[str, Any]], dense: float, path: Path) -> No
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(sizes, labels=[str(size) for size in sizes])
     ticks = [tick for tick in (15, 20, 25, 30, 40, 50, 70, 100, 200, 300) if tick > 0.8 * dense]
-    axes.set_yticks(ticks, labels=[str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    drawing.savefig(path, dpi=150)
-    plt.close(drawing)
+    _finish(drawing, axes, ticks, path)
 
 
 def draw_criteria(rows: Sequence[dict[str, Any]], operators: Sequence[str], blocks: int, path: Path) -> None:
@@ -100,5 +90,15 @@ def draw_criteria(rows: Sequence[dict[str, Any]], operators: Sequence[str], bloc
         panel.grid(alpha=0.3)
     handles, labels = panels[0][0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    drawing.savefig(path, dpi=150)
+    plt.close(drawing)
+
+
+def _finish(drawing: Any, axes: Any, ticks: Sequence[int], path: Path) -> None:
+    """Ticks of the perplexity axis, grid and legend; writes the figure."""
+    axes.set_yticks(ticks, labels=[str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     drawing.savefig(path, dpi=150)
     plt.close(drawing)
