@@ -30,9 +30,9 @@ def changed_weights(dense: Any, plan: PrunePlan, cut: Any) -> dict[str, NewWeigh
         ModelLayoutError: a parameter of the dense model's kept blocks is missing or has another shape.
     """
     names, new = dense_names(dense, plan), dict(cut.named_parameters())
-    own, twins = dict(dense.named_parameters()), _twins(dense)
-    found = {}
-    for name in _running_order(dense):
+    own, order = dict(dense.named_parameters()), _running_order(dense)
+    twins, found = _twins(dense, order), {}
+    for name in order:
         here, block = names[name]
         if here is None:
             continue
@@ -149,11 +149,11 @@ def _running_order(model: Any) -> list[str]:
     return sorted(names, key=lambda name: when.get(id(model.get_parameter(name)), len(order)))
 
 
-def _twins(model: Any) -> dict[str, tuple[int, int]]:
+def _twins(model: Any, order: list[str]) -> dict[str, tuple[int, int]]:
     """Of every parameter: the how manieth it is of those of its block with the same content, and how many there are."""
     prefix = _prefix(model)
     alike: dict[tuple[Any, ...], list[str]] = {}
-    for name in _running_order(model):
+    for name in order:
         parameter = model.get_parameter(name).detach()
         content = hashlib.sha256(_numbers(parameter).tobytes()).hexdigest()
         alike.setdefault((_inside(name, prefix)[0], parameter.numel(), content), []).append(name)
