@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -296,6 +296,11 @@ class OperatorSet:
     def without_folds(self) -> OperatorSet:
         """What is left to insert into a model whose weights hold all that the operators replace and scale."""
         return replace(self, operators=tuple(replace(o, folds=(), scale=None) for o in self.operators), weights={})
+
+    def with_fit(self, figures: Iterable[Mapping[str, Any]]) -> OperatorSet:
+        """The set with further figures in the ``fit`` of each operator, in boundary order."""
+        operators = (replace(o, fit={**o.fit, **more}) for o, more in zip(self.operators, figures, strict=True))
+        return replace(self, operators=tuple(operators))
 
     def tensors(self) -> dict[str, FloatArray]:
         """All arrays by their file key, in deterministic order (see :func:`save_operators`)."""

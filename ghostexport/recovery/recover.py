@@ -315,8 +315,8 @@ def _refit(
     kind = OPERATORS[base_operator(name)]
     fit = _alone(loaded, calibration, kind, section)
     operators = refit(loaded, plan, calibration, fit, kind.inside, section.refit_upstream, execution)
-    measured = measure_refit(loaded, OperatorSet(name, operators, plan), held_out, execution)
-    return tuple(replace(o, fit={**o.fit, **errors}) for o, errors in zip(operators, measured, strict=True))
+    fitted = OperatorSet(name, operators, plan)
+    return fitted.with_fit(measure_refit(loaded, fitted, held_out, execution)).operators
 
 
 #: Fits at one boundary from what ``feed`` fills in, with the figures of the fit.

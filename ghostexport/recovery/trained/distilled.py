@@ -14,7 +14,6 @@ token.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from ghostexport.models import BoundaryModule, LoadedModel, patch
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.held_out import measure
+from ghostexport.recovery.trained import on_cosine
 from ghostexport.recovery.trained.teacher import Teacher
 
 LEARNING_RATE = 1e-4
@@ -70,9 +70,7 @@ def distil(
         for operator, M in zip(start.operators, best, strict=True)
     ]
     errors = measure(loaded, start.plan, held_out, {"distilled": operators}, execution)["distilled"]
-    return replace(
-        start, operators=tuple(replace(o, fit={**o.fit, **e}) for o, e in zip(operators, errors, strict=True))
-    )
+    return replace(start, operators=tuple(operators)).with_fit(errors)
 
 
 def _train(
@@ -121,9 +119,8 @@ def _step(
 
 def _set(optimizer: Any, progress: float) -> None:
     """Learning rate: half a cosine from the whole to a twentieth."""
-    share = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress)) / 2
     for group in optimizer.param_groups:
-        group["lr"] = LEARNING_RATE * share
+        group["lr"] = LEARNING_RATE * on_cosine(1, LAST_RATE, progress)
 
 
 def _judged(student: Any, judge: Teacher, held_out: CalibrationSet) -> float:

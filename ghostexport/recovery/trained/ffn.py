@@ -11,7 +11,6 @@ the calibration tokens of everybody else, several times over. All cuts are train
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,7 @@ from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.gathering import stream_boundaries
 from ghostexport.recovery.held_out import measure
 from ghostexport.recovery.last_block import LastBlock
+from ghostexport.recovery.trained import on_cosine
 
 FIRST_RATE, LAST_RATE = 2e-4, 5e-5
 WEIGHT_DECAY = 1e-3
@@ -94,9 +94,7 @@ def train_network(
         for s in students
     ]
     errors = measure(loaded, plan, held_out, {"ffn": operators}, execution)["ffn"]
-    return replace(
-        start, operators=tuple(replace(o, fit={**o.fit, **e}) for o, e in zip(operators, errors, strict=True))
-    )
+    return replace(start, operators=tuple(operators)).with_fit(errors)
 
 
 def _stepper(students: Sequence[_Student], epoch: int, epochs: int, sequences: int) -> Callable[..., None]:
@@ -104,8 +102,7 @@ def _stepper(students: Sequence[_Student], epoch: int, epochs: int, sequences: i
         index: int, seen: range, mask: torch.Tensor, x: torch.Tensor, post: torch.Tensor, last: LastBlock | None
     ) -> None:
         progress = (epoch + seen.start / sequences) / epochs
-        rate = LAST_RATE + (FIRST_RATE - LAST_RATE) * (1 + math.cos(math.pi * progress)) / 2
-        students[index].step(x[mask].float(), post[mask].float(), rate)
+        students[index].step(x[mask].float(), post[mask].float(), on_cosine(FIRST_RATE, LAST_RATE, progress))
 
     return step
 

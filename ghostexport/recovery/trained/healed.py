@@ -47,6 +47,7 @@ from ghostexport.operators import Operator, OperatorSet
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.held_out import measure_refit
 from ghostexport.recovery.refit.streams import go_on, num_outputs
+from ghostexport.recovery.trained import on_cosine
 from ghostexport.recovery.trained.low_rank import RATE, LowRank
 from ghostexport.recovery.trained.teacher import Teacher
 
@@ -97,9 +98,7 @@ def heal(
         f"heal: KL on the judging sequences {figures['kl_before']:.3f} -> {figures['kl_after']:.3f}"
         + ("" if figures["best_step"] else ": healing did not help and is not applied")
     )
-    measured = measure_refit(loaded, healed, held_out, execution)
-    operators = (replace(o, fit={**o.fit, **figures, **m}) for o, m in zip(healed.operators, measured, strict=True))
-    return replace(healed, operators=tuple(operators))
+    return healed.with_fit(figures | measured for measured in measure_refit(loaded, healed, held_out, execution))
 
 
 class Student:
@@ -282,8 +281,7 @@ class _Training:
 
 def rate(highest: float, step: int, steps: int) -> float:
     """The learning rate of a step: linear up over a tenth, half a cosine down to a twentieth."""
-    share = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * step / steps)) / 2
-    return highest * min(1.0, (step + 1) / (WARM_UP * steps)) * share
+    return highest * min(1.0, (step + 1) / (WARM_UP * steps)) * on_cosine(1, LAST_RATE, step / steps)
 
 
 def batch_of(tokens: CalibrationSet, sequence: int, device: torch.device) -> Batch:

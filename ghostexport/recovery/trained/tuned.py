@@ -31,9 +31,8 @@ def take(
     """
     found = tuned_operators(loaded, _load(loaded, section, execution), start.plan)
     execution.say(f"recover: {len(found.weights)} weights of {section.weights} differ from the dense model's")
-    measured = measure_refit(loaded, found, held_out, execution)
-    fitted = tuple(replace(o, fit={**o.fit, **m}) for o, m in zip(found.operators, measured, strict=True))
-    return replace(found, operators=fitted, calibration_sha256=start.calibration_sha256)
+    measured = found.with_fit(measure_refit(loaded, found, held_out, execution))
+    return replace(measured, calibration_sha256=start.calibration_sha256)
 
 
 def removed_spans(loaded: LoadedModel, section: RecoverSection, execution: Execution) -> tuple[tuple[int, int], ...]:
