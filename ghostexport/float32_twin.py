@@ -1,7 +1,7 @@
-"""The float32 twin of a half-precision graph: same nodes, every bfloat16 or float16 type widened.
+"""Twins of graphs for ONNX Runtime's CPU provider, which has no kernels for bfloat16 and for four-bit floats.
 
-ONNX Runtime has no bfloat16 kernels on the CPU. The twin checks there what can be checked: that the graph computes the
-model's function. It does not check bfloat16 rounding.
+A twin checks there what can be checked: that the graph computes the model's function. The float32 twin has the same
+nodes, every bfloat16 or float16 type widened; it does not check bfloat16 rounding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,38 @@ import numpy as np
 import onnx_ir as ir
 
 from ghostexport.onnxfile import load_graph, values
+from ghostexport.quantization.reader import write_unpacked
+from ghostexport.runtimes.interface import read_interface
+
+FOUR_BIT_FLOAT_NOTE = (
+    "ONNX Runtime has no kernels for four-bit floats on the CPU: the weights were unpacked to what they stand for."
+)
+BFLOAT16_NOTE = (
+    "ONNX Runtime has no bfloat16 kernels on the CPU: both sides were widened to float32 and compared there; "
+    "bfloat16 rounding was not checked."
+)
 
 _HALF = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
+
+
+def for_cpu(graph: Path, dtype: str, folder: Path) -> tuple[Path, str]:
+    """The graph itself where the CPU provider can run it, else a twin in ``folder``; and what is not checked so.
+
+    Args:
+        graph: an ONNX decoder.
+        dtype: of its stream.
+        folder: an empty one.
+    """
+    notes = []
+    if "FLOAT4E2M1" in read_interface(graph).weight_types:
+        graph = write_unpacked(graph, folder)
+        notes.append(FOUR_BIT_FLOAT_NOTE)
+    if dtype == "bfloat16":
+        widened = folder / "float32"  # of its own: the unpacked graph is read while this one is written
+        widened.mkdir()
+        graph = write_float32_twin(graph, widened)
+        notes.append(BFLOAT16_NOTE)
+    return graph, " ".join(notes)
 
 
 def write_float32_twin(graph: Path, folder: Path) -> Path:

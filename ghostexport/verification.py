@@ -21,11 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from ghostexport.errors import ParityError
-from ghostexport.float32_twin import write_float32_twin
+from ghostexport.float32_twin import for_cpu
 from ghostexport.kv_names import parse_kv_name
 from ghostexport.models.running import cache_tensors, step
-from ghostexport.quantization.reader import write_unpacked
-from ghostexport.runtimes.interface import read_interface
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.runtimes.ort.ort_session import OrtSession
 
@@ -54,15 +52,6 @@ TOLERANCES: Mapping[str, Tolerance] = {
     # 11-bit mantissa, rounded at other places on either side; tiny models show 1e-2 and 5e-6
     "float16": Tolerance(relative=0.1, kl=1e-3),
 }
-
-_BFLOAT16_NOTE = (
-    "ONNX Runtime has no bfloat16 kernels on the CPU: both sides were widened to float32 and compared there; "
-    "bfloat16 rounding was not checked."
-)
-
-_FOUR_BIT_FLOAT_NOTE = (
-    "ONNX Runtime has no kernels for four-bit floats on the CPU: the weights were unpacked to what they stand for."
-)
 
 
 @dataclass(frozen=True)
@@ -164,14 +153,11 @@ def compare(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.
     if tokens is None:
         vocab_size = int(model.config.get_text_config().vocab_size)
         tokens = np.random.default_rng(0).integers(0, vocab_size, (2, LONG + 1), dtype=np.int64)
-    computed_in, note = dtype, ""
+    computed_in = "float32" if dtype == "bfloat16" else dtype
     with tempfile.TemporaryDirectory(prefix=".parity.", dir=graph.parent) as folder:
-        runnable = graph
-        if "FLOAT4E2M1" in read_interface(graph).weight_types:
-            runnable, note = write_unpacked(graph, Path(folder)), _FOUR_BIT_FLOAT_NOTE
-        if dtype == "bfloat16":
-            runnable = write_float32_twin(runnable, Path(folder))
-            model, computed_in, note = copy.deepcopy(model).float(), "float32", f"{note} {_BFLOAT16_NOTE}".strip()
+        runnable, note = for_cpu(graph, dtype, Path(folder))
+        if computed_in != dtype:
+            model = copy.deepcopy(model).float()
         outputs = _compare_all(model, runnable, tokens, TOLERANCES[computed_in])
     window = _window(model)
     if window > FARTHEST:

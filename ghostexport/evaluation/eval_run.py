@@ -49,10 +49,9 @@ def eval_run(
     windows = held_out.first(section.windows)
     variants = {"dense": loaded.model, "pruned": models.patch(loaded, plan).model}
     variants |= {name: models.patch(loaded, plan, operators).model for name, operators in sets.items()}
-    for name in recipe.quantized_variants:
-        source = float_variant(name)
-        variants[name] = round_weights(variants[source], folder.graph_path(source), folder.graph_path(name))
     sources = {name: float_variant(name) for name in recipe.quantized_variants}
+    for name, source in sources.items():
+        variants[name] = round_weights(variants[source], folder.graph_path(source), folder.graph_path(name))
     found = measure({n: torch_forward(m) for n, m in variants.items()}, windows, "dense", execution, sources)
     meters = {name: found[name] for name in variants}
     report: dict[str, Any] = {
@@ -100,17 +99,12 @@ def _onnx_meters(
     folder: RunFolder, recipe: Recipe, variants: Mapping[str, Any], windows: CalibrationSet, execution: Execution
 ) -> dict[str, QualityMeter]:
     """Every graph on ONNX Runtime, one at a time, compared with the dense PyTorch model."""
-    from ghostexport.float32_twin import write_float32_twin
-    from ghostexport.quantization.reader import write_unpacked
+    from ghostexport.float32_twin import for_cpu
 
     found = {}
     for name in variants:
         with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
-            graph = folder.graph_path(name)
-            if name.endswith(".nvfp4"):  # nor for four-bit floats
-                graph = write_unpacked(graph, Path(scratch))
-            if recipe.model.dtype == "bfloat16":  # ONNX Runtime has no bfloat16 kernels on the CPU
-                graph = write_float32_twin(graph, Path(scratch))
+            graph, _ = for_cpu(folder.graph_path(name), recipe.model.dtype, Path(scratch))
             pair = {"dense torch": torch_forward(variants["dense"]), name: onnx_forward(graph)}
             found[name] = measure(pair, windows, "dense torch", execution)[name]
     return found

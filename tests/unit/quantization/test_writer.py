@@ -2,6 +2,7 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -12,11 +13,13 @@ from onnx import numpy_helper
 
 from ghostexport.errors import BuildError, RecipeError, SurgeryError
 from ghostexport.execution import Execution
+from ghostexport.float32_twin import for_cpu
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.quantization.forms import FORMS
 from ghostexport.quantization.importance import measure_importance
 from ghostexport.quantization.linears import find_linears
+from ghostexport.quantization.reader import rounded_weights
 from ghostexport.quantization.scales import dequantize, quantize
 from ghostexport.quantization.targets import refusal
 from ghostexport.quantization.writer import quantize_graph
@@ -208,3 +211,14 @@ def test_tensorrt_rtx_builds_what_the_table_says_and_nothing_else(ghost, form, t
     monkeypatch.setattr("ghostexport.runtimes.nvinfer.builder.refuse_forms", lambda *_: None)
     with pytest.raises(BuildError, match="HW-specific datatypes"):
         RUNTIMES["tensorrt-rtx"].build(*build)
+
+
+def test_a_bfloat16_graph_in_four_bit_floats_has_a_twin_that_the_cpu_runs(exported, tmp_path):
+    quantize_graph(exported("llama-tied", "bfloat16", vocab_size=264).path, tmp_path / "q.onnx", "nvfp4")
+    (tmp_path / "twin").mkdir()
+    twin, note = for_cpu(tmp_path / "q.onnx", "bfloat16", tmp_path / "twin")
+    stored = {i.name: numpy_helper.to_array(i) for i in onnx.load(twin).graph.initializer}
+    rounded = dict(rounded_weights(tmp_path / "q.onnx"))
+    for name, weight in rounded.items():
+        assert np.array_equal(stored[f"{name}.dequantize.value.float"], weight.astype(ml_dtypes.bfloat16))
+    assert rounded and logits(twin).dtype == np.float32 and "unpacked" in note and "bfloat16 rounding" in note
