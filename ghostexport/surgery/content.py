@@ -3,7 +3,7 @@
 ::
 
     parameter p of block b  =  initializer read in block b with the same numbers:  p,  p reshaped,  p with its last two
-                               axes swapped,  or 1 + p (a gain folded by the exporter)
+                               axes swapped,  1 + p (a gain folded by the exporter),  or p beside others (fused q, k, v)
 
 An initializer that several blocks share, because exporters merge equal ones, is replaced where its own block reads it;
 equal ones of a block are told apart by the order in which they are read. No node is added, except where a constant
@@ -24,10 +24,13 @@ from ghostexport.new_weights import NEAR, NewWeight, kept_blocks, places
 from ghostexport.onnxfile import values
 from ghostexport.operators import FloatArray
 from ghostexport.surgery.flow import is_constant
-from ghostexport.surgery.layout import DecoderLayout
+from ghostexport.surgery.layout import SKIP_NORMS, DecoderLayout, bias_index
 from ghostexport.surgery.splice import weight as new_initializer
 
 _SHOWN = 4
+
+#: Numbers that are compared at every place where a fused initializer could hold a parameter.
+_TRIED = 24
 
 
 @dataclass(frozen=True)
@@ -52,25 +55,39 @@ class Reading:
 
 @dataclass(frozen=True)
 class Form:
-    """How an initializer holds a parameter."""
+    """How an initializer holds a parameter.
 
-    swapped: bool
-    shift: int
+    Attributes:
+        swapped: the last two axes are swapped.
+        shift: what is added to its numbers.
+        offset: where along its first axis the parameter's begins, in an initializer that holds others beside it.
+    """
 
-    def positions(self, shape: Sequence[int]) -> NDArray[np.int64]:
-        """Flat indices, in the initializer, of the numbers at :func:`places` of the parameter."""
-        at = places(shape)
-        if not self.swapped:
-            return at
-        *lead, row, column = np.unravel_index(at, shape)
-        swapped = (*shape[:-2], shape[-1], shape[-2])
-        return np.array(np.ravel_multi_index((*lead, column, row), swapped), np.int64)
+    swapped: bool = False
+    shift: int = 0
+    offset: int | None = None
 
-    def of(self, value: FloatArray, shape: Sequence[int]) -> FloatArray:
-        """The parameter as the initializer holds it."""
+    def positions(self, shape: Sequence[int], held: Sequence[int]) -> NDArray[np.int64]:
+        """Flat indices, in an initializer ``held``, of the numbers at :func:`places` of a parameter ``shape``."""
+        indices = [*np.unravel_index(places(shape), shape)]
+        if self.offset is None:
+            held = (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape
+        else:
+            indices[0] = indices[0] + self.offset
+        if self.swapped:
+            indices[-2:] = indices[:-3:-1]
+        return np.array(np.ravel_multi_index(tuple(indices), tuple(held)), np.int64)
+
+    def put(self, value: FloatArray, old: FloatArray) -> FloatArray:
+        """What the initializer holds with the parameter's new value in the place of its old one."""
+        rows = len(value)
         value = np.swapaxes(value, -1, -2) if self.swapped else value
-        held: FloatArray = np.ascontiguousarray(value).reshape(shape) + np.asarray(self.shift, value.dtype)
-        return held
+        if self.offset is None:
+            return np.asarray(np.ascontiguousarray(value).reshape(old.shape) + np.asarray(self.shift, value.dtype))
+        new = old.copy()
+        part = slice(self.offset, self.offset + rows)
+        new[(..., part) if self.swapped else (part, ...)] = value
+        return new
 
 
 def replace_weights(
@@ -93,19 +110,22 @@ def replace_weights(
         return {}
     everywhere = readings(graph, layout)
     found = _assign(everywhere, weights)
-    done: dict[str, tuple[str, ir.Value]] = {}
+    groups: dict[tuple[ir.Value, str | None, int], list[tuple[str, Form, list[Reading]]]] = {}
     for name, targets in found.items():
-        made: dict[ir.Value, ir.Value | None] = {}  # one per initializer: a tied one may be held both ways round
+        held: dict[ir.Value, tuple[Form, list[Reading]]] = {}  # a tied parameter may be held both ways round
         for target, form in targets:
-            old = target.value
-            if old not in made:
-                suffix = f".{len(made)}" if made else ""
-                made[old] = _made(f"ghost.weight.{name}{suffix}", weights[name], form, old)
-            new = made[old]
-            if new is not None:
-                done[new.name or ""] = old.name or "?", new
-                mine = [reading for reading, _ in targets]
-                _redirect(target, new, _is_shared(target, mine, everywhere))
+            held.setdefault(target.value, (form, []))[1].append(target)
+        for index, (old, (form, mine)) in enumerate(held.items()):
+            key = (old, name, index) if form.offset is None else (old, None, 0)
+            groups.setdefault(key, []).append((name, form, mine))
+    done: dict[str, tuple[str, ir.Value]] = {}
+    for (old, _, index), parts in groups.items():
+        suffix = f".{index}" if index else ""
+        new = _made(f"ghost.weight.{parts[0][0]}{suffix}", old, [(weights[name], form) for name, form, _ in parts])
+        if new is not None:
+            done[new.name or ""] = old.name or "?", new
+            for target in parts[0][2]:
+                _redirect(target, new, _is_shared(target, parts[0][2], everywhere))
     return done
 
 
@@ -124,14 +144,18 @@ def find_kept(graph: ir.Graph, layout: DecoderLayout, weights: Mapping[str, NewW
         if reading.block is not None and reading.value.const_value is not None:
             tensors.setdefault(reading.block, {})[reading.value] = reading.value.const_value
     count = 1 + max((w.block for w in weights.values() if w.block is not None), default=-1)
-    found: list[list[list[float]]] = [[[] for _ in range(layout.num_blocks)] for _ in range(count)]
+    rows: list[list[list[float]]] = [[] for _ in range(count)]
     for weight in weights.values():
         if weight.block is None or weight.value.ndim < 2:
             continue
-        for block in range(layout.num_blocks):
-            near = [d[0] for t in tensors.get(block, {}).values() if (d := distance(weight, t)) is not None]
-            found[weight.block][block].append(min(near, default=np.inf))
-    return kept_blocks(np.array([[np.mean(block or [np.inf]) for block in row] for row in found]), what)
+        near = [
+            min((d[0] for t in tensors.get(b, {}).values() if (d := distance(weight, t)) is not None), default=np.inf)
+            for b in range(layout.num_blocks)
+        ]
+        if min(near) < np.inf:  # else fused with others
+            rows[weight.block].append(near)
+    nowhere = [[np.inf] * layout.num_blocks]
+    return kept_blocks(np.array([np.mean(row or nowhere, axis=0) for row in rows]), what)
 
 
 def readings(graph: ir.Graph, layout: DecoderLayout) -> list[Reading]:
@@ -152,28 +176,55 @@ def _readers(layout: DecoderLayout, source: ir.Value, value: ir.Value, chain: tu
         if vertex is None:
             continue
         block = layout.block_of(vertex)
+        if node.op_type in SKIP_NORMS and use.idx in (2, 3) and use.idx != bias_index(node):  # its gain reads the sum
+            block = next((b for b, point in enumerate(layout.points) if point.node is node), block)
         inside = block is not None and 0 <= block < layout.num_blocks
         yield Reading(source, chain, node, use.idx, block if inside else None, vertex)
 
 
-def distance(weight: NewWeight, tensor: ir.TensorProtocol) -> tuple[float, Form] | None:
+def distance(weight: NewWeight, tensor: ir.TensorProtocol, fused: bool = False) -> tuple[float, Form] | None:
     """How far an initializer is from the known numbers, relative, in the form nearest to them; 0: the same.
 
-    None where it has another number of elements.
+    None where it has not the size; of ``fused`` ones, no side that holds the parameter beside others.
     """
-    shape = weight.value.shape
-    if int(np.prod(tensor.shape.numpy())) != weight.value.size:
+    shape, held = weight.value.shape, tuple(tensor.shape.numpy())
+    if fused:
+        forms = _fused(weight, tensor, held)
+    elif int(np.prod(held)) == weight.value.size:
+        forms = [Form(), Form(swapped=True) if len(shape) > 1 else Form(shift=1)]
+    else:
         return None
     best: tuple[float, Form] | None = None
-    for form in [Form(False, 0), *([Form(True, 0)] if len(shape) > 1 else [Form(False, 1)])]:
-        got = _numbers(tensor, form.positions(shape))
-        wanted = (weight.known + np.float32(form.shift)).astype(tensor.dtype.numpy()).astype(np.float32)
-        size = max(float(np.linalg.norm(wanted)), float(np.linalg.norm(got)))
-        error = float(np.linalg.norm(got - wanted))
-        error = error / size if size else 0.0
+    for form in forms:
+        got = _numbers(tensor, form.positions(shape, held))
+        error = _error(got, (weight.known + np.float32(form.shift)), tensor)
         if best is None or error < best[0]:
             best = error, form
     return best
+
+
+def _fused(weight: NewWeight, tensor: ir.TensorProtocol, held: tuple[int, ...]) -> list[Form]:
+    """Where along a longer side of an initializer the parameter could be; the likeliest place of either way round."""
+    shape, count = weight.value.shape, min(_TRIED, len(weight.known))
+    if len(shape) != len(held) or len(shape) > 2:
+        return []
+    found = []
+    for swapped in (False, True) if len(shape) == 2 else (False,):
+        side, others = (held[-1], held[:-1]) if swapped else (held[0], held[1:])
+        if side <= shape[0] or others != shape[1:]:
+            continue
+        at = [Form(swapped, 0, offset).positions(shape, held)[:count] for offset in (0, 1)]
+        everywhere = _numbers(tensor, at[0] + np.arange(side - shape[0] + 1)[:, None] * (at[1] - at[0]))
+        errors = [_error(got, weight.known[:count], tensor) for got in everywhere]
+        found.append(Form(swapped, 0, int(np.argmin(errors))))
+    return found
+
+
+def _error(got: FloatArray, known: FloatArray, tensor: ir.TensorProtocol) -> float:
+    """Relative distance of an initializer's numbers to known ones, rounded to its dtype."""
+    wanted = known.astype(tensor.dtype.numpy()).astype(np.float32)
+    size = max(float(np.linalg.norm(wanted)), float(np.linalg.norm(got)))
+    return float(np.linalg.norm(got - wanted)) / size if size else 0.0
 
 
 def _numbers(tensor: ir.TensorProtocol, at: FloatArray) -> FloatArray:
@@ -192,17 +243,12 @@ def _assign(found: list[Reading], weights: Mapping[str, NewWeight]) -> dict[str,
     lost = []
     for name, weight in weights.items():
         candidates = by_block.get(weight.block, [])
-        measured = {
-            id(r.value): found_at
-            for r in candidates
-            if r.value.const_value is not None and (found_at := distance(weight, r.value.const_value)) is not None
-        }
-        least = min((error for error, _ in measured.values()), default=np.inf)
-        if least > (NEAR if weight.near else 0):
+        for fused in (False, True):
+            if nearest := _nearest(weight, candidates, fused):
+                matched[name] = nearest
+                break
+        else:
             lost.append(name)
-            continue
-        near = {value: form for value, (error, form) in measured.items() if error == least}
-        matched[name] = [(r, near[id(r.value)]) for r in candidates if id(r.value) in near]
     if lost:
         raise SurgeryError(
             f"{len(lost)} of {len(weights)} new weights replace nothing that the graph holds: "
@@ -211,6 +257,18 @@ def _assign(found: list[Reading], weights: Mapping[str, NewWeight]) -> dict[str,
             "ghostexport exports of the model itself.",
         )
     return {name: _own(name, weights, matched) for name in matched}
+
+
+def _nearest(weight: NewWeight, candidates: list[Reading], fused: bool) -> list[tuple[Reading, Form]]:
+    """The readings that hold the known numbers, or of a near weight those nearest to them; none where all are far."""
+    measured = {}
+    for value in {r.value: None for r in candidates}:
+        if value.const_value is not None and (found := distance(weight, value.const_value, fused)) is not None:
+            measured[value] = found
+    least = min((error for error, _ in measured.values()), default=np.inf)
+    if least > (NEAR if weight.near else 0):
+        return []
+    return [(r, measured[r.value][1]) for r in candidates if r.value in measured and measured[r.value][0] == least]
 
 
 def _own(
@@ -240,13 +298,17 @@ def _is_shared(target: Reading, mine: list[Reading], everywhere: list[Reading]) 
     return any(r.chain and r.chain[0] is target.chain[0] and r not in mine for r in everywhere)
 
 
-def _made(name: str, weight: NewWeight, form: Form, old: ir.Value) -> ir.Value | None:
+def _made(name: str, old: ir.Value, parts: list[tuple[NewWeight, Form]]) -> ir.Value | None:
     """The new initializer; None where the graph holds its numbers already."""
     tensor = old.const_value
     assert tensor is not None
-    new = new_initializer(name, form.of(weight.value, tensor.shape.numpy()), tensor.dtype)
+    before = values(tensor)
+    array = before.astype(np.float32) if before.dtype != np.float64 else before
+    for weight, form in parts:
+        array = form.put(weight.value.astype(array.dtype), array)
+    new = new_initializer(name, array, tensor.dtype)
     assert new.const_value is not None
-    return None if np.array_equal(new.const_value.numpy(), values(tensor)) else new
+    return None if np.array_equal(new.const_value.numpy(), before) else new
 
 
 def _redirect(target: Reading, new: ir.Value, shared: bool) -> None:

@@ -19,6 +19,9 @@ from ghostexport.recovery.recover import recover
 from ghostexport.runfolder import RunFolder
 from ghostexport.surgery import operate
 from ghostexport.verification import compare, verify
+from tests.decoding import assert_same, onnx_logits, torch_logits
+from tests.integration.test_surgery_producers import FLOAT, FOLDER, _first_of, _tokens
+from tests.surgery_cases import FIXTURES, fixture_model
 from tests.tiny import tiny, tiny_folder
 
 PLAN = PrunePlan.from_spans(6, [(1, 2), (3, 5)])
@@ -71,6 +74,27 @@ def test_every_weight_of_a_tuned_model_goes_into_the_dense_graph(exported, tmp_p
     assert verify(model, tmp_path / "tuned.onnx", "tuned").passed
     assert not compare(models.drop_blocks(case.model, PLAN), tmp_path / "tuned.onnx").passed
     assert nodes(tmp_path / "tuned.onnx") == nodes(tmp_path / "pruned.onnx")
+
+
+@pytest.mark.parametrize("name", FLOAT)
+def test_the_graph_of_every_producer_takes_them(tmp_path, name):
+    """Fused q, k and v (ORT, ORT GenAI), gains inside skip-norms, Gemm, Transpose: the graph equals the tuned model."""
+    model = fixture_model(_first_of(name))
+    cut, plan = tuned(model, PLAN), PLAN
+    weights = changed_weights(model, plan, cut)
+    assert len(weights) == len(list(cut.parameters()))
+    operate(FOLDER / name / "model.onnx", plan, bare(weights, plan), tmp_path / "tuned.onnx")
+    tokens = _tokens(name)
+    assert_same(onnx_logits(tmp_path / "tuned.onnx", tokens), torch_logits(cut, tokens), FIXTURES[name].tolerance)
+
+
+def test_quantised_and_missing_weights_are_refused(tmp_path):
+    for name, lost in (("genai-llama-int4", "self_attn.q_proj"), ("edge-llm-llama", "embed_tokens")):
+        model = fixture_model(name)
+        weights = changed_weights(model, PLAN, tuned(model, PLAN))
+        with pytest.raises(SurgeryError, match=rf"replace nothing that the graph holds: .*{lost}"):
+            operate(FOLDER / name / "model.onnx", PLAN, bare(weights, PLAN), tmp_path / "no.onnx")
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
