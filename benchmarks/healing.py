@@ -156,6 +156,8 @@ def render(work: Path, results: Path, title: str) -> None:
         row = {key: value for key, value in cell.items() if key not in ("losses", "fit")}
         row |= {domain: perplexity(losses) for domain, losses in cell["losses"].items()}
         row |= {"geometric_mean": geometric_mean(cell), "fit": cell["fit"][0]}
+        if cell["repair"] in STARTS:  # share a pass, and are evaluated again without it
+            del row["seconds"], row["cpu_seconds"]
         for name, kind in (("ghost", "ghost"), ("start", "ghost-split")):
             other = same.get((str(cell["removed"]), cell["seed"], kind))
             if other is not None and cell["repair"] != kind:
@@ -179,7 +181,7 @@ def table(about: dict[str, Any], dense: dict[str, float], rows: Sequence[dict[st
         f"quality.md); geo = geometric mean of {', '.join(AVERAGED)}; calibration on wiki and C4 only. Ratios have 95 "
         "% intervals over windows, as wide as so few demand. `ghost` and the start, `ghost-split`, are of the first "
         f"{about['started_on']} sequences of the draw. KL: of the {about['judges']} judging sequences, before and "
-        "after. CPU s: training and the dense model's pass for its targets, one thread of a shared machine.",
+        "after. CPU s: training, judging and the dense model's pass for the targets, one thread of a shared machine.",
         "",
         "dense: " + ", ".join(f"{d} {p:.1f}" for d, p in dense.items()),
         "",
@@ -191,7 +193,7 @@ def table(about: dict[str, Any], dense: dict[str, float], rows: Sequence[dict[st
         kl = f"{fit['kl_before']:.3f} -> {fit['kl_after']:.3f}" if "kl_after" in fit else ""
         cells = [spans(row), row["seed"], row["repair"], row["size"], *(f"{row[d]:.1f}" for d in domains)]
         cells += [f"**{row['geometric_mean']:.1f}**", interval(row.get("ratio_to_ghost"))]
-        cells += [interval(row.get("ratio_to_start")), kl, f"{row['cpu_seconds']:.0f}"]
+        cells += [interval(row.get("ratio_to_start")), kl, f"{row['cpu_seconds']:.0f}" if kl else ""]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "Ratio to the start by domain:", "", f"| removed | draw | sequences | {' | '.join(domains)} |"]
     lines.append("|---|---|---|" + "---|" * len(domains))
