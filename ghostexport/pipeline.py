@@ -170,6 +170,7 @@ def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     from ghostexport.models.rounding import round_weights
 
     plan = folder.read_plan()
+    verification.remove_leftovers(folder.graph_path("dense").parent)
     dense = _loaded(recipe, execution)
     reports = {}
     for done, variant in enumerate(recipe.variants):

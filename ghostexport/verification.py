@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -52,6 +53,9 @@ TOLERANCES: Mapping[str, Tolerance] = {
     # 11-bit mantissa, rounded at other places on either side; tiny models show 1e-2 and 5e-6
     "float16": Tolerance(relative=0.1, kl=1e-3),
 }
+
+#: Prefix of the folders that hold twins of a graph while it is compared.
+_SCRATCH = ".parity."
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,12 @@ class ParityReport:
         return {"passed": self.passed, "worst_relative": self.worst_relative, "worst_kl": self.worst_kl} | asdict(self)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a killed comparison left beside the graphs, weights as large as theirs; none may be running."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def verify(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None) -> ParityReport:
     """Compares ``graph`` on ONNX Runtime's CPU provider with ``model``.
 
@@ -154,7 +164,7 @@ def compare(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.
         vocab_size = int(model.config.get_text_config().vocab_size)
         tokens = np.random.default_rng(0).integers(0, vocab_size, (2, LONG + 1), dtype=np.int64)
     computed_in = "float32" if dtype == "bfloat16" else dtype
-    with tempfile.TemporaryDirectory(prefix=".parity.", dir=graph.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=graph.parent) as folder:
         runnable, note = for_cpu(graph, dtype, Path(folder))
         if computed_in != dtype:
             model = copy.deepcopy(model).float()

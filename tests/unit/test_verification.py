@@ -1,5 +1,7 @@
 import copy
 import json
+import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from ghostexport.errors import ParityError
 from ghostexport.runtimes.ort.onnxruntime import open_graph
-from ghostexport.verification import FARTHEST, LONG, SHORT, TOLERANCES, compare, verify
+from ghostexport.verification import FARTHEST, LONG, SHORT, TOLERANCES, compare, remove_leftovers, verify
 from tests.tiny import tiny
 
 # float32 round-off of both sides; a tenth of the tolerance
@@ -148,3 +150,19 @@ def test_bfloat16_is_compared_through_its_float32_twin_and_says_so(exported):
     assert next(case.model.parameters()).dtype == torch.bfloat16  # the caller's model is untouched
     model = damaged(case.model, lambda m: m.layers[0].mlp.down_proj.weight.mul_(1.05))
     assert not compare(model, case.path).passed
+
+
+def test_what_a_killed_comparison_left_is_removed_and_nothing_else(exported, tmp_path, monkeypatch):
+    case = exported("llama", dtype="bfloat16", num_hidden_layers=2)
+    graph = case.path
+    for file in (graph, graph.with_name(f"{graph.name}.data")):
+        shutil.copy2(file, tmp_path / file.name)
+    kept = {file.name for file in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:  # as SIGKILL: the temporary folder is never cleaned up
+        patch.setattr(tempfile.TemporaryDirectory, "__exit__", lambda *_: None)
+        patch.setattr(tempfile.TemporaryDirectory, "_cleanup", lambda *_, **__: None)
+        compare(case.model, tmp_path / graph.name)
+    (left,) = {file.name for file in tmp_path.iterdir()} - kept
+    assert any((tmp_path / left).iterdir())
+    remove_leftovers(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == kept
