@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ghostexport import commands
 from ghostexport.errors import GhostExportError, RecipeError
 from ghostexport.flags import COMPAT, FLAGS, VERBS
 
@@ -109,6 +110,7 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
 for _verb in VERBS:
     _group = build if _verb.name == "engine" else app
     _group.command(_verb.name, help=_verb.help)(_stage_command(_verb.stage, _verb.sections))
+app.registered_commands += commands.app.registered_commands
 
 
 @app.command()

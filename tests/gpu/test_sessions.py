@@ -6,7 +6,7 @@ import pytest
 from ghostexport.execution import Execution
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
-from ghostexport.runtimes.generation import generate
+from ghostexport.serving.generation import generate
 from tests.runtime_graphs import dense_graph, operators, variant_graph
 
 # TF32 products have ten mantissa bits; logits of the tiny model are of order 1

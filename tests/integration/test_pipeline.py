@@ -98,7 +98,7 @@ def test_ghost_generates_the_same_tokens_in_onnx_runtime_as_in_pytorch(run, tiny
     from ghostexport.execution import Execution
     from ghostexport.runfolder import RunFolder
     from ghostexport.runtimes import RUNTIMES, read_sidecar
-    from ghostexport.runtimes.generation import generate
+    from ghostexport.serving.generation import generate
 
     folder = RunFolder(run)
     loaded = models.load_model(tiny_model, "float32", Execution(device="cpu"))

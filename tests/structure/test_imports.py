@@ -44,6 +44,7 @@ LIGHT = (
     "operators.py",
     "pipeline.py",
     "cli.py",
+    "commands.py",
 )
 
 

@@ -9,12 +9,12 @@ from ghostexport.errors import BuildError, RecipeError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
-from ghostexport.runtimes.generation import generate
 from ghostexport.runtimes.gpu import Gpu
 from ghostexport.runtimes.nvinfer import builder
 from ghostexport.runtimes.nvinfer.engine_loading import why_not_loadable
 from ghostexport.runtimes.nvinfer.flavours import TensorRT, TensorRTRTX
 from ghostexport.runtimes.nvinfer.nv_session import NvSession
+from ghostexport.serving.generation import generate
 from tests.runtime_graphs import dense_graph, operators, variant_graph
 from tests.unit.runtimes.fake_vendor import HostDevice, Module
 from tests.unit.runtimes.vendor_listing import RELEASES, is_rtx, listing

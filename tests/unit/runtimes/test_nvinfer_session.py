@@ -7,7 +7,7 @@ from ghostexport.errors import BuildError, RecipeError
 from ghostexport.execution import Execution
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
-from ghostexport.runtimes.generation import generate
+from ghostexport.serving.generation import generate
 from tests.runtime_graphs import dense_graph
 from tests.unit.runtimes.in_place import CAPACITY, VOCABULARY, in_place_graph, in_place_logits
 from tests.unit.runtimes.test_nvinfer import build, flavour, session

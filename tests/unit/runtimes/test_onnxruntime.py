@@ -10,8 +10,8 @@ from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES, current_engine, swap_operator
-from ghostexport.runtimes.generation import generate
 from ghostexport.runtimes.sidecar import read_sidecar
+from ghostexport.serving.generation import generate
 from tests.runtime_graphs import dense_graph, model, operators, variant_graph
 from tests.unit.runtimes.test_interface import toy
 

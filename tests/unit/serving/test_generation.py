@@ -1,6 +1,6 @@
 import numpy as np
 
-from ghostexport.runtimes.generation import generate
+from ghostexport.serving.generation import Sampling, generate
 
 
 class Counter:
@@ -25,11 +25,11 @@ def test_a_sequence_that_ended_repeats_its_end_and_all_ended_stops():
 
 def test_sampling_follows_the_softmax_and_the_seed():
     prompt = np.full((4000, 1), 2)
-    drawn = generate(Counter(), prompt, 1, temperature=1.0, seed=1)
+    drawn = generate(Counter(), prompt, 1, Sampling(temperature=1.0, seed=1))
     # softmax of one 3 and nine 0
     assert abs((drawn == 3).mean() - np.exp(3) / (np.exp(3) + 9)) < 0.03
-    assert np.array_equal(drawn, generate(Counter(), prompt, 1, temperature=1.0, seed=1))
-    assert not np.array_equal(drawn, generate(Counter(), prompt, 1, temperature=1.0, seed=2))
+    assert np.array_equal(drawn, generate(Counter(), prompt, 1, Sampling(temperature=1.0, seed=1)))
+    assert not np.array_equal(drawn, generate(Counter(), prompt, 1, Sampling(temperature=1.0, seed=2)))
 
 
 def test_no_new_token_is_an_empty_answer():
