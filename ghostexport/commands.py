@@ -92,6 +92,28 @@ def chat(
             messages.append({"role": "assistant", "content": text})
 
 
+@app.command()
+def serve(
+    run: Run,
+    variant: Variant = None,
+    runtime: Runtime = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.")] = 8000,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait or run; one more is turned away.")] = 8,
+    allow_remote: Annotated[bool, typer.Option(help="Listen beyond this machine, without a password.")] = False,
+) -> None:
+    """Serve a variant of a run to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models."""
+    from ghostexport.serving.server import make_app, require_local
+    from ghostexport.serving.speaker import open_speaker
+
+    require_local(host, allow_remote)
+    with _saying() as execution:
+        server = make_app(open_speaker(run, variant, runtime, execution), queue)
+    import uvicorn
+
+    uvicorn.run(server, host=host, port=port)
+
+
 def _line() -> str:
     try:
         return input("> ").strip()

@@ -11,13 +11,13 @@ import numpy as np
 
 from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.execution import Execution
-from ghostexport.recipe import require_name
 from ghostexport.runfolder import RunFolder
 from ghostexport.runtimes import RUNTIMES, load_engine
 from ghostexport.runtimes.base import EngineFile, Session
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.serving.codec import Codec
 from ghostexport.serving.generation import CHUNK, Sampling, steps
+from ghostexport.validation import require_name
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,27 @@ class Answer:
     def __iter__(self) -> Iterator[str]:
         from tokenizers.decoders import DecodeStream
 
-        stream, held = DecodeStream(skip_special_tokens=True), ""
+        stream, decoded, given = DecodeStream(skip_special_tokens=True), "", 0
         for token in self._tokens:
             self.ids.append(token)
             if token in self._codec.ends:
                 self.finish_reason = "stop"
                 break
-            held += stream.step(self._codec.tokenizer, token) or ""
-            cut = min((at for s in self._stop if (at := held.find(s)) >= 0), default=None)
+            decoded += stream.step(self._codec.tokenizer, token) or ""
+            cut = min((at for s in self._stop if (at := decoded.find(s, given)) >= 0), default=None)
             if cut is not None:
-                self.finish_reason, held = "stop", held[:cut]
-                break
-            ready = len(held) - _beginning(held, self._stop)
-            if ready:
-                yield held[:ready]
-                held = held[ready:]
+                self.finish_reason = "stop"
+                if cut > given:
+                    yield decoded[given:cut]
+                return
+            ready = len(decoded) - _beginning(decoded[given:], self._stop)
+            if ready > given:
+                yield decoded[given:ready]
+                given = ready
         self.finish_reason = self.finish_reason or "length"
-        if held:
-            yield held
+        whole = self._codec.decode(self.ids)  # the stream keeps back a character that has not all of its bytes
+        if rest := (whole if whole.startswith(decoded) else decoded)[given:]:
+            yield rest
 
     def text(self) -> str:
         """The whole answer."""
