@@ -127,13 +127,14 @@ def _explain_errors(app: Any) -> None:
     def body(message: str) -> dict[str, Any]:
         return {"error": {"message": message, "type": "invalid_request_error"}}
 
-    @app.exception_handler(GhostExportError)
     async def refused(_: Any, error: GhostExportError) -> JSONResponse:
         return JSONResponse(body(str(error)), 400)
 
-    @app.exception_handler(HTTPException)
     async def turned_away(_: Any, error: HTTPException) -> JSONResponse:
         return JSONResponse(body(error.detail), error.status_code, error.headers)
+
+    app.add_exception_handler(GhostExportError, refused)
+    app.add_exception_handler(HTTPException, turned_away)
 
 
 class _Turns:
