@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect as python_inspect
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,37 +11,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ghostexport import commands
+from ghostexport import commands, verbs
 from ghostexport.errors import GhostExportError, RecipeError
-from ghostexport.flags import COMPAT, FLAGS, VERBS
+from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS
 
 if TYPE_CHECKING:
     from ghostexport.recipe import Recipe
     from ghostexport.runfolder import RunFolder
 
+#: The exit code that Typer gives an interrupted command.
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="ghostexport",
     help="Remove decoder blocks (decoder layers) of an LLM, repair the cut in closed form, build engines.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=f"Exit codes: 0 done, 1 a check failed, 2 it cannot be done as asked, {INTERRUPTED} interrupted.",
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
 build = typer.Typer(help="Build engines.", no_args_is_help=True)
-app.add_typer(build, name="build")
+app.add_typer(build, name="build", rich_help_panel="Stages, in order")
 
-#: The exit code that Typer gives an interrupted command.
-INTERRUPTED = 130
+HOW = "How it runs"
+GRAPHS = "Graphs and engines, of any producer"
 
 Target = Annotated[str, typer.Argument(help="Run folder, or a model (then with -o): Hub id, folder, .gguf, smollm2.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Run folder to create or continue.")]
-RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="Recipe file; flags override it.")]
-Device = Annotated[str, typer.Option(help="PyTorch device: auto, cpu, cuda, cuda:1.")]
-Plan = Annotated[str | None, typer.Option(help="Spans to remove: [[10, 17]] half-open, or a plan.json.")]
-TimingCache = Annotated[
-    Path | None, typer.Option("--timing-cache", help="TensorRT: file of kernel timings that builds read and extend.")
+RecipeFile = Annotated[
+    Path | None, typer.Option("--recipe", help="Recipe file; flags override it.", rich_help_panel=HOW)
 ]
-To = Annotated[str | None, typer.Option("--to", help="engine, or checkpoint: of folded operators, nothing exported.")]
+Device = Annotated[str, typer.Option(help="PyTorch device: auto, cpu, cuda, cuda:1.", rich_help_panel=HOW)]
+Plan = Annotated[
+    str | None,
+    typer.Option(help="Spans to remove: [[10, 17]] half-open, or a plan.json.", rich_help_panel=PANELS["select"]),
+]
+TimingCache = Annotated[
+    Path | None,
+    typer.Option("--timing-cache", help="TensorRT: file of timings that builds extend.", rich_help_panel=HOW),
+]
+To = Annotated[
+    str | None,
+    typer.Option("--to", help="engine, or checkpoint: of folded operators, nothing exported.", rich_help_panel=HOW),
+]
 KVPattern = Annotated[
     list[str] | None,
     typer.Option(help="Names of KV inputs or outputs, such as cache_k_{}; {2b}, {2b+1} count tensors. Repeatable."),
@@ -51,7 +63,12 @@ Hardware = Annotated[
         help="Device to build for: orin, orin-nano, thor, rtx30, rtx40, rtx50, cpu. Sets dtype, format, runtime."
     ),
 ]
-Compat = Annotated[str | None, typer.Option(help=f"All switches as a repository has them: {', '.join(COMPAT)}.")]
+Compat = Annotated[
+    str | None,
+    typer.Option(
+        help=f"All switches as a repository has them: {', '.join(COMPAT)}.", rich_help_panel=PANELS["recover"]
+    ),
+]
 
 
 def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
@@ -109,11 +126,14 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
 
 for _verb in VERBS:
     _group = build if _verb.name == "engine" else app
-    _group.command(_verb.name, help=_verb.help)(_stage_command(_verb.stage, _verb.sections))
-app.registered_commands += commands.app.registered_commands
+    _group.command(_verb.name, help=_verb.help, rich_help_panel="Stages, in order")(
+        _stage_command(_verb.stage, _verb.sections)
+    )
+
+app.registered_commands += verbs.app.registered_commands + commands.app.registered_commands
 
 
-@app.command()
+@app.command(rich_help_panel=GRAPHS)
 def surgery(
     target: Annotated[str, typer.Argument(help="ONNX file of a decoder, or a run folder.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write into.")] = None,
@@ -156,7 +176,7 @@ def surgery(
     screen.print_surgery(report)
 
 
-@app.command()
+@app.command(rich_help_panel=GRAPHS)
 def quantize(
     target: Annotated[str, typer.Argument(help="ONNX file of a float decoder, or a run folder.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write into.")] = None,
@@ -195,7 +215,7 @@ def quantize(
             screen.print_quantization(report)
 
 
-@app.command()
+@app.command(rich_help_panel=GRAPHS)
 def inspect(
     graph: Annotated[Path, typer.Argument(help="ONNX file of a decoder.")],
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
@@ -208,7 +228,7 @@ def inspect(
     screen.print_graph(inspect_graph(graph, ",".join(kv_pattern or ()) or None), as_json=json)
 
 
-@app.command()
+@app.command(rich_help_panel=GRAPHS)
 def swap(
     engine: Annotated[Path, typer.Argument(help="An engine's sidecar JSON in engines/<runtime>/.")],
     operator: Annotated[Path, typer.Option(help="Operator file (.safetensors) to put in.")],
@@ -223,26 +243,7 @@ def swap(
     screen.print_run(swapped.sidecar)
 
 
-@app.command()
-def show(run: Annotated[Path, typer.Argument(help="Run folder, or an engine's sidecar JSON.")]) -> None:
-    """Show the variants of a run, or one engine's sidecar."""
-    from ghostexport import show as screen
-
-    screen.print_run(run)
-
-
-@app.command()
-def compare(
-    first: Annotated[Path, typer.Argument(help="Run folder.")],
-    second: Annotated[Path, typer.Argument(help="Run folder.")],
-) -> None:
-    """Put the benchmarks of two runs (two devices, two depths) side by side."""
-    from ghostexport import show as screen
-
-    screen.print_comparison(first, second)
-
-
-@app.command()
+@app.command(rich_help_panel=verbs.RESULTS)
 def sweep(
     model: Annotated[str, typer.Argument(help="Model: Hub id, folder, .gguf, smollm2.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the runs, one below it per depth.")],
@@ -272,23 +273,6 @@ def sweep(
     screen.print_sweep(found)
     write_json(output / "sweep.json", found.to_json())
     write_bytes(output / "sweep.html", render_sweep(found).encode())
-
-
-@app.command()
-def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
-    """Write RUN/report.html from what the finished stages left."""
-    from ghostexport.report.page import write_report
-    from ghostexport.runfolder import RunFolder
-
-    typer.echo(write_report(RunFolder(run)))
-
-
-@app.command()
-def doctor() -> None:
-    """Show which runtimes and extras are usable here, and why not."""
-    from ghostexport import show as screen
-
-    screen.print_doctor()
 
 
 def _run_to(
@@ -385,7 +369,9 @@ def main() -> None:
     try:
         app()
     except GhostExportError as error:
-        typer.secho(f"error: {error}", err=True, fg="red" if sys.stderr.isatty() else None)
+        typer.secho(
+            f"error: {error}", err=True, fg="red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
+        )
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == INTERRUPTED:

@@ -21,6 +21,23 @@ def number_or_word(value: str | None) -> float | str | None:
         return value
 
 
+#: What most people need first stands in the first panel of ``--help``, beside ``-o`` and ``--hardware``.
+FIRST = ("prune", "calibration", "quality")
+
+#: Panel of ``--help`` for the flags of a recipe section, in the order of the stages.
+PANELS = {
+    "model": "Model",
+    "calibration": "Calibration text",
+    "select": "Which blocks go",
+    "recover": "Repair",
+    "export": "Export",
+    "quantize": "Weight formats",
+    "build": "Engines",
+    "bench": "Benchmark",
+    "eval": "Evaluation",
+}
+
+
 @dataclass(frozen=True)
 class Flag:
     """A flag: the recipe key it sets, its type on the command line, its help, and how its value is read."""
@@ -34,7 +51,9 @@ class Flag:
     def annotation(self, name: str) -> Any:
         dashed = f"--{name.replace('_', '-')}"
         names = (dashed,) if self.kind is not bool else (f"{dashed}/--no-{dashed.removeprefix('--')}",)
-        return Annotated[self.kind | None, typer.Option(*names, help=self.help, show_default=False)]
+        panel = None if name in FIRST else PANELS[self.section]
+        option = typer.Option(*names, help=self.help, show_default=False, rich_help_panel=panel)
+        return Annotated[self.kind | None, option]
 
 
 #: flag (with ``_`` for ``-``) -> recipe key. Defaults stand in ``recipe.py`` alone.

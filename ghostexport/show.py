@@ -78,7 +78,7 @@ def print_beside(names: Sequence[str], texts: Sequence[str]) -> None:
     _out.print(table)
 
 
-def print_run(path: Path) -> None:
+def print_run(path: Path, as_json: bool = False) -> None:
     """Prints the variants of a run folder, or the sidecar of one engine.
 
     Raises:
@@ -92,12 +92,27 @@ def print_run(path: Path) -> None:
         raise RunFolderError(f"{path} is not a run folder (no recipe.yaml).", "Make one with: ghostexport build engine")
     recipe = parse_recipe(read_recipe(folder.recipe_path), str(folder.recipe_path))
     run = folder.read()
+    if as_json:
+        facts = {name: getattr(run, name) for name in _RAW} | {"fits": _fits(run), "path": str(path)}
+        _out.print_json(
+            json.dumps(facts | {"summary": {name: bench["summary"] for name, bench in run.benches.items()}})
+        )
+        return
     if run.plan is not None and "select" in run.finished:
         _out.print(f"{recipe.model.source}: removed {run.cut} ({run.plan['criterion']})")
     rows = variant_rows(run, recipe.variants)
     if rows:
         _out.print(_table(rows))
     _out.print(f"run folder: {path}   finished: {', '.join(run.finished) or 'nothing yet'}")
+
+
+#: Parsed files of a run that ``show --json`` gives as they are.
+_RAW = ("recipe", "plan", "finished", "engine_quality", "model_quality", "parity", "sidecars", "quantization")
+
+
+def _fits(run: RunFiles) -> dict[str, Any]:
+    """Variant -> figures of the fit at every cut."""
+    return {name: [dict(one.fit) for one in operators.operators] for name, operators in run.operators.items()}
 
 
 def variant_rows(run: RunFiles, variants: Sequence[str]) -> list[dict[str, str]]:
@@ -150,10 +165,24 @@ def _table(rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def print_doctor() -> None:
-    """Prints which runtimes and extras work here."""
+def print_doctor(as_json: bool = False) -> None:
+    """Prints which runtimes work here; as JSON with the versions that a report of a fault needs."""
     from ghostexport.runtimes import doctor
 
+    if as_json:
+        import platform
+        from importlib.metadata import distributions
+
+        wanted = ("ghostexport", "torch", "transformers", "onnx", "onnx-ir", "numpy")
+        names = ("runtime", "build", "run", "version", "why")
+        facts = {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "packages": {d.name: d.version for d in distributions() if d.name in wanted},
+            "runtimes": [dict(zip(names, row, strict=True)) for row in doctor()],
+        }
+        _out.print_json(json.dumps(facts))
+        return
     table = Table()
     for column in ("runtime", "build", "run", "version", "why"):
         table.add_column(column)
@@ -217,6 +246,17 @@ def print_graph(report: GraphReport, as_json: bool) -> None:
         for block in blocks:
             table.add_row(*(str(value) for value in block.values()))
         _out.print(table)
+
+
+def print_explanation(path: Path) -> None:
+    """Prints a run in plain words."""
+    from ghostexport.report.explanation import explain
+
+    folder = RunFolder(path)
+    if not folder.recipe_path.is_file():
+        raise RunFolderError(f"{path} is not a run folder (no recipe.yaml).", "Make one with: ghostexport build engine")
+    for sentence in explain(folder.read()):
+        _out.print(sentence)
 
 
 def print_comparison(first: Path, second: Path) -> None:

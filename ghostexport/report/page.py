@@ -15,6 +15,7 @@ import numpy as np
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.files import write_bytes
 from ghostexport.report import plots
+from ghostexport.report.explanation import explain
 from ghostexport.report.runs import Sweep, sweep_plots
 from ghostexport.report.sections import (
     Section,
@@ -49,7 +50,8 @@ def render(folder: RunFolder) -> str:
         RuntimeUnavailableError: jinja2 or matplotlib is not installed.
     """
     run = folder.read()
-    sections = [_summary(run), _pareto(run)]
+    words = Section("words", "In plain words", sentences=explain(run))
+    sections = [words, _summary(run), _pareto(run)]
     sections += [evaluation_section(run.model_quality)] if run.model_quality else []
     sections += [
         s for name, bench in run.benches.items() for s in (_speed(run, name, bench), _latency(run, name, bench))

@@ -19,7 +19,9 @@ from ghostexport.recipe import Recipe, parse_recipe
 
 ROOT = Path(__file__).parents[2]
 COMMAND = get_command(app)
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted(
+    [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]
+)
 
 
 @pytest.fixture(scope="module")

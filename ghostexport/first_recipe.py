@@ -1,0 +1,64 @@
+"""A recipe to begin with: a model, a named device, and what follows from both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ghostexport.errors import RecipeError
+from ghostexport.files import write_bytes
+from ghostexport.hardware import find_hardware
+from ghostexport.recipe import parse_recipe
+
+#: One block in so many is removed where nothing else is said: a start, not an optimum.
+ONE_IN = 6
+
+
+def write_first_recipe(path: Path, model: str, hardware: str, prune: int | None = None) -> None:
+    """Writes a recipe with the reason for every choice of the device in its head.
+
+    Args:
+        prune: blocks to remove; None for a sixth of those that the model's configuration counts.
+
+    Raises:
+        RecipeError: the file exists, the device is unknown, or the blocks cannot be counted.
+    """
+    if path.exists():
+        raise RecipeError(f"{path} exists.", "Name another file with -o, or delete it.")
+    device = find_hardware(hardware)
+    count = prune if prune is not None else max(1, count_blocks(model) // ONE_IN)
+    own: dict[str, dict[str, Any]] = {
+        "model": {"source": model},
+        "select": {"prune": count},
+        "recover": {"quality": "best"},
+    }
+    data = {name: own.get(name, {}) | device.recipe.get(name, {}) for name in (*own, *device.recipe)}
+    parse_recipe(data, str(path))
+    head = [*device.lines, f"  prune {count}: a start; see the quality, then go on: ghostexport explain RUN"]
+    text = "".join(f"# {line}\n" for line in head) + yaml.safe_dump(data, sort_keys=False)
+    write_bytes(path, text.encode())
+
+
+def count_blocks(model: str) -> int:
+    """Decoder blocks of a model, from its ``config.json``: of a folder, or of the Hub's cache or site.
+
+    Raises:
+        RecipeError: there is none, or it does not say.
+    """
+    try:
+        path = Path(model) / "config.json"
+        if not Path(model).exists():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(model, "config.json"))
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = config | config.get("text_config", {})
+        found = next(config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config)
+        return int(found)
+    except Exception as error:  # whatever the Hub's client raises, the way out is the same
+        raise RecipeError(
+            f"The blocks of {model} cannot be counted: {error}", "Say how many to remove: --prune 5"
+        ) from None

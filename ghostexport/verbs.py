@@ -1,0 +1,71 @@
+"""Verbs that run no stage: they begin a recipe, or say what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+RESULTS = "Results"
+
+Run = Annotated[Path, typer.Argument(help="Run folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+
+
+@app.command()
+def init(
+    model: Annotated[str, typer.Argument(help="Model: Hub id, folder, .gguf, smollm2.")],
+    hardware: Annotated[str, typer.Option(help="Device: orin, orin-nano, thor, rtx30, rtx40, rtx50, cpu.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Recipe file to write.")] = Path("ghostexport.yaml"),
+    prune: Annotated[int | None, typer.Option(help="How many blocks to remove; default: a sixth.")] = None,
+) -> None:
+    """Write a recipe for a model on a device, with the reason for every choice."""
+    from ghostexport.first_recipe import write_first_recipe
+
+    write_first_recipe(output, model, hardware, prune)
+    typer.echo(f"{output}\nghostexport build engine {model} -o RUN --recipe {output}")
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show which runtimes and extras are usable here, and why not."""
+    from ghostexport import show as screen
+
+    screen.print_doctor(json)
+
+
+@app.command(rich_help_panel=RESULTS)
+def show(
+    run: Annotated[Path, typer.Argument(help="Run folder, or an engine's sidecar JSON.")], json: Json = False
+) -> None:
+    """Show the variants of a run, or one engine's sidecar."""
+    from ghostexport import show as screen
+
+    screen.print_run(run, json)
+
+
+@app.command(rich_help_panel=RESULTS)
+def explain(run: Run) -> None:
+    """Say in plain words what a run removed, cost and bought, what limits it and what to try next."""
+    from ghostexport import show as screen
+
+    screen.print_explanation(run)
+
+
+@app.command(rich_help_panel=RESULTS)
+def compare(first: Run, second: Run) -> None:
+    """Put the benchmarks of two runs (two devices, two depths) side by side."""
+    from ghostexport import show as screen
+
+    screen.print_comparison(first, second)
+
+
+@app.command(rich_help_panel=RESULTS)
+def report(run: Run) -> None:
+    """Write RUN/report.html from what the finished stages left."""
+    from ghostexport.report.page import write_report
+    from ghostexport.runfolder import RunFolder
+
+    typer.echo(write_report(RunFolder(run)))
