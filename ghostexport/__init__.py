@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ghostexport.surgery import SurgeryReport as SurgeryReport
     from ghostexport.surgery import inspect_graph as inspect_graph
     from ghostexport.surgery import operate as operate
+    from ghostexport.surgery import read_operators as read_operators
     from ghostexport.verification import ParityReport as ParityReport
 
     __version__: str

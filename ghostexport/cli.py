@@ -13,7 +13,7 @@ import typer
 
 from ghostexport import commands, verbs
 from ghostexport.errors import GhostExportError, RecipeError
-from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS
+from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS, colon_spans
 
 if TYPE_CHECKING:
     from ghostexport.recipe import Recipe
@@ -141,6 +141,8 @@ def surgery(
     plan: Plan = None,
     operator: Annotated[Path | None, typer.Option(help="Operator file (.safetensors).")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint of the model without some blocks, tuned.")] = None,
+    drop: Annotated[bool, typer.Option("--drop", help="Take out the operators that the graph has.")] = False,
+    read: Annotated[Path | None, typer.Option(help="Write the operators that the graph has to this file.")] = None,
     self_contained: Annotated[bool, typer.Option(help="Write a data file of its own.")] = False,
     kv_pattern: KVPattern = None,
     dry_run: Annotated[bool, typer.Option(help="Report what would be done; write nothing.")] = False,
@@ -151,12 +153,18 @@ def surgery(
         return
     from ghostexport import api
     from ghostexport import show as screen
+    from ghostexport.files import write_bytes
     from ghostexport.operators import load_operators
     from ghostexport.plan import PrunePlan
+    from ghostexport.surgery import read_operators
 
     operators = load_operators(operator) if operator is not None else None
-    spans = [*_colon_spans(remove), *(_spans(plan) or ())]
-    if operators is None and not spans and weights is None:
+    spans = [*colon_spans(remove), *(_spans(plan) or ())]
+    if read is not None:
+        write_bytes(read, read_operators(Path(target)).to_bytes())
+    if operators is None and not spans and weights is None and not drop:
+        if read is not None:
+            return
         raise RecipeError("Nothing to remove.", "Give --remove 10:17, --plan '[[10, 17]]', --operator or --weights.")
     if operators is not None and spans:
         operators.require_plan(PrunePlan.from_spans(operators.plan.num_blocks, spans))
@@ -169,6 +177,7 @@ def surgery(
         operators or spans or None,
         (output or graph.parent) / f"{graph.stem}-{name}.onnx",
         weights=weights,
+        drop=drop,
         self_contained=self_contained,
         kv_pattern=kv_pattern,
         dry_run=dry_run,
@@ -354,13 +363,6 @@ def _spans(plan: str | None) -> list[list[int]] | None:
     if not isinstance(spans, list):
         raise RecipeError(f"--plan {plan!r} holds no list of spans.", "Example: --plan '[[10, 17]]'")
     return spans
-
-
-def _colon_spans(remove: list[str] | None) -> list[list[int]]:
-    try:
-        return [[int(part) for part in span.split(":")] for span in remove or ()]
-    except ValueError:
-        raise RecipeError(f"--remove {' '.join(remove or ())} is not START:STOP.", "Example: --remove 10:17") from None
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ghostexport.errors import RecipeError
+
 
 def _as_is(value: Any) -> Any:
     return value
@@ -36,6 +38,14 @@ PANELS = {
     "bench": "Benchmark",
     "eval": "Evaluation",
 }
+
+
+def colon_spans(remove: list[str] | None) -> list[list[int]]:
+    """``10:17`` of the command line as half-open spans."""
+    try:
+        return [[int(part) for part in span.split(":")] for span in remove or ()]
+    except ValueError:
+        raise RecipeError(f"--remove {' '.join(remove or ())} is not START:STOP.", "Example: --remove 10:17") from None
 
 
 @dataclass(frozen=True)

@@ -315,11 +315,11 @@ class OperatorSet:
             tensors |= {f"ghost.{b}.{key}": np.ascontiguousarray(a) for key, a in named.items() if a is not None}
         return tensors
 
-    def to_bytes(self) -> bytes:
-        """The safetensors file: equal content gives equal bytes."""
-        tensors, entries = to_file(self.weights)
-        header = {
-            "format": FORMAT_WEIGHTS if entries else FORMAT,
+    @property
+    def header(self) -> dict[str, Any]:
+        """All but arrays and weights, JSON-ready: what a file says of itself, and a graph of its operators."""
+        return {
+            "format": FORMAT,
             "name": self.name,
             "plan": self.plan.to_json() | {"scores": {}},
             "plan_sha256": self.plan.sha256,
@@ -329,8 +329,11 @@ class OperatorSet:
                 for o in self.operators
             ],
         }
-        if entries:
-            header["weights"] = entries
+
+    def to_bytes(self) -> bytes:
+        """The safetensors file: equal content gives equal bytes."""
+        tensors, entries = to_file(self.weights)
+        header = self.header | ({"format": FORMAT_WEIGHTS, "weights": entries} if entries else {})
         return save(self.tensors() | tensors, {"ghostexport": json.dumps(header, sort_keys=True)})
 
     @property
@@ -355,14 +358,22 @@ def load_operators(path: Path) -> OperatorSet:
     if header.get("format") not in (FORMAT, FORMAT_WEIGHTS):
         raise RunFolderError(f"{path} is not an operator file of format {FORMAT}.", _REMAKE)
     try:
-        plan = PrunePlan.from_json(header["plan"])
-        operators = tuple(
-            _read_operator(b, plan.boundaries[b], entry, tensors) for b, entry in enumerate(header["operators"])
-        )
-        weights = from_file(tensors, header.get("weights", ()))
-        return OperatorSet(header["name"], operators, plan, header["calibration_sha256"], weights)
-    except (KeyError, IndexError, ValueError, TypeError, RecipeError) as error:
+        return parse_operators(header, tensors)
+    except (KeyError, IndexError, TypeError, ValueError, RecipeError) as error:
         raise RunFolderError(f"{path} contradicts its own header: {error}", _REMAKE) from error
+
+
+def parse_operators(header: Mapping[str, Any], tensors: Mapping[str, FloatArray]) -> OperatorSet:
+    """The set of an :attr:`OperatorSet.header` and the arrays by their key (:meth:`OperatorSet.tensors`).
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError, RecipeError: they contradict each other.
+    """
+    plan = PrunePlan.from_json(header["plan"])
+    entries = enumerate(header["operators"])
+    operators = tuple(_read_operator(b, plan.boundaries[b], entry, tensors) for b, entry in entries)
+    weights = from_file(tensors, header.get("weights", ()))
+    return OperatorSet(header["name"], operators, plan, header["calibration_sha256"], weights)
 
 
 _LARGEST = ("largest_x", "largest_change", "largest_y")

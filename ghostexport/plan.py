@@ -136,6 +136,26 @@ class PrunePlan:
         """Index in the pruned model of dense block ``block``; None when it is removed."""
         return self.kept.index(block) if block in self.kept else None
 
+    def then(self, later: PrunePlan) -> PrunePlan:
+        """Both cuts as one, in blocks of the dense model: ``later`` counts the blocks that this plan keeps."""
+        gone = set(range(self.num_blocks)) - {self.kept[k] for k in later.kept}
+        return PrunePlan.from_blocks(self.num_blocks, gone, later.criterion)
+
+    def after(self, earlier: PrunePlan) -> PrunePlan:
+        """What this plan removes beyond ``earlier``, counted in the blocks that ``earlier`` keeps.
+
+        Raises:
+            RecipeError: this plan keeps a block that ``earlier`` removed.
+        """
+        gone = sorted(set(self.kept) - set(earlier.kept))
+        if gone:
+            raise RecipeError(
+                f"The plan keeps blocks {gone} of {self.num_blocks}, which were removed before.",
+                f"Start from the dense graph, or remove at least {_spans(earlier.removed)} too.",
+            )
+        later = [k for k, block in enumerate(earlier.kept) if block not in self.kept]
+        return PrunePlan.from_blocks(len(earlier.kept), later, self.criterion)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "num_blocks": self.num_blocks,

@@ -236,15 +236,15 @@ def print_graph(report: GraphReport, as_json: bool) -> None:
         _out.print_json(json.dumps(report.to_json()))
         return
     facts = report.to_json()
-    blocks = facts.pop("blocks")
+    parts = [facts.pop("cuts"), facts.pop("blocks")]
     table = Table(show_header=False)
     for key, value in facts.items():
         table.add_row(key, value if isinstance(value, str) else json.dumps(value))
     _out.print(table)
-    if blocks:
-        table = Table(*blocks[0])
-        for block in blocks:
-            table.add_row(*(str(value) for value in block.values()))
+    for rows in filter(None, parts):
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*(", ".join(map(str, v)) if isinstance(v, list) else str(v) for v in row.values()))
         _out.print(table)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
+from tests.golden.graph_text import graph_text
 
 #: name -> removed spans of a 6-block model
 SPANS: dict[str, list[tuple[int, int]]] = {
@@ -37,6 +40,13 @@ def dense_operators(plan: PrunePlan, hidden_size: int, *, bias: bool = True, see
         for boundary in plan.boundaries
     )
     return OperatorSet("ghost", operators, plan)
+
+
+def same_graph(a: Path, b: Path) -> bool:
+    """Equal nodes, names and records of surgery, whatever the order of nodes and the place of weights."""
+    x, y = ir.load(a), ir.load(b)
+    lines = [sorted(graph_text(model).splitlines()) for model in (x, y)]
+    return lines[0] == lines[1] and x.metadata_props == y.metadata_props
 
 
 #: Sizes of the fixture models: every fixture stays far below 1 MB.

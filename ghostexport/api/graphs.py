@@ -67,18 +67,24 @@ def surgery(
     output: str | Path,
     *,
     weights: str | Path | None = None,
+    drop: bool = False,
     self_contained: bool = False,
     kv_pattern: str | Iterable[str] | None = None,
     dry_run: bool = False,
 ) -> SurgeryReport:
     """Cuts blocks out of an exported graph and splices operators in; see :func:`ghostexport.surgery.operate`.
 
+    A graph that was cut before is cut further. Operators for all its cuts, in blocks of the dense model, take the place
+    of those it has; spans and plans may also count the blocks that are left, and then its operators stay.
+
     Args:
         graph: ONNX file of a decoder, of any producer.
         change: operators (a set, or a file of one) with the plan they repair; or a plan or spans, for a bare cut.
-            With ``weights``, spans or None: which blocks the checkpoint lacks is found by its weights.
+            With ``weights``, spans or None: which blocks the checkpoint lacks is found by its weights. With ``drop``
+            None removes nothing more.
         output: the new ONNX file.
         weights: checkpoint folder of the model without some blocks, trained elsewhere, to put into the graph.
+        drop: take the operators out that earlier surgery put in; :func:`read_operators` gives them.
         self_contained: give it a data file of its own in the graph's folder too.
         kv_pattern: templates of unusual KV names, such as ``cache_k_{}``.
         dry_run: do everything but write.
@@ -93,7 +99,8 @@ def surgery(
 
     path = path_of(graph)
     pattern = kv_pattern if isinstance(kv_pattern, str) else ",".join(kv_pattern or ()) or None
-    operators: OperatorSet | None
+    operators: OperatorSet | None = None
+    plan: PrunePlan | None = None
     if weights is not None:
         if isinstance(change, OperatorSet | str | Path):
             raise RecipeError("Operators and weights are both given.", "Give spans, or None, with weights.")
@@ -102,14 +109,12 @@ def surgery(
     elif isinstance(change, OperatorSet | str | Path):
         operators = operators_of(change)
         plan = operators.plan
-    elif change is None:
-        raise RecipeError("Nothing to do.", "Give operators, a plan or spans, or weights.")
-    else:
-        operators = None
+    elif change is None and not drop:
+        raise RecipeError("Nothing to do.", "Give operators, a plan or spans, weights, or drop.")
+    elif change is not None:
         plan = change if isinstance(change, PrunePlan) else plan_of(change, inspect_graph(path, pattern).num_blocks)
-    return operate(
-        path, plan, operators, Path(output), self_contained=self_contained, kv_pattern=pattern, dry_run=dry_run
-    )
+    target, own = Path(output), self_contained
+    return operate(path, plan, operators, target, drop=drop, self_contained=own, kv_pattern=pattern, dry_run=dry_run)
 
 
 def quantize(

@@ -8,11 +8,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ghostexport.surgery.inspection import GraphReport, inspect_graph
+from ghostexport.surgery.inspection import GraphReport, inspect_graph, read_operators
 from ghostexport.surgery.operation import kept_of, operate
 from ghostexport.surgery.surgery_report import BoundaryReport, SurgeryReport
 
-__all__ = ["BoundaryReport", "GraphReport", "SurgeryReport", "inspect_graph", "kept_of", "operate"]
+__all__ = ["BoundaryReport", "GraphReport", "SurgeryReport", "inspect_graph", "kept_of", "operate", "read_operators"]
 
 
 class _Callable(ModuleType):

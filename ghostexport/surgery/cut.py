@@ -11,17 +11,26 @@ With ``x`` the residual value that enters the span and ``y`` the one that leaves
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
 from ghostexport.errors import SurgeryError
 from ghostexport.operators import Operator
-from ghostexport.plan import Boundary
 from ghostexport.surgery.flow import captures
-from ghostexport.surgery.layout import DecoderLayout, ResidualPoint, bias_index
+from ghostexport.surgery.layout import DecoderLayout, ResidualPoint, bias_index, point_at
 from ghostexport.surgery.splice import Splice, add_node, build_branch
+
+
+@dataclass(frozen=True)
+class Place:
+    """A boundary in the graph at hand: its number, and the blocks ``[start, stop)`` that go (none: gone already)."""
+
+    index: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,14 @@ class CutResult:
 
 def cut(
     layout: DecoderLayout,
-    boundary: Boundary,
+    place: Place,
     operator: Operator | None,
     stream: ir.DataType,
     dtype: ir.DataType,
 ) -> CutResult:
     """Routes the residual stream around one span, through the operator when there is one.
+
+    An empty span is a cut that was made before: only the operator is spliced in.
 
     Args:
         stream: dtype of the residual stream.
@@ -50,30 +61,45 @@ def cut(
         nothing outside the span reads a residual value from inside it; the span's nodes are still in the graph.
     """
     graph = layout.body.graph
-    start, end = layout.points[boundary.span.start], layout.points[boundary.span.stop]
+    start, end = layout.points[place.start], layout.points[place.stop]
     splice: Splice | None = None
     branch: ir.Value | None = None
     added: list[ir.Node] = []
-    assert end.node is not None  # only h_{-1} can be a graph input
+    uses = list(end.value.uses()) if end.value is not None else []  # before a node exists that must go on reading it
     active = operator is not None and operator.adds_nodes
+    if start is end and not active:
+        return CutResult((), (), ())
     if active and operator is not None and operator.site == "mid":
-        mid = _splice_mid(layout, boundary, operator, stream, dtype)
-        bare = _bypass(graph, boundary.index, start, end, None)
+        mid = _splice_mid(layout, place, operator, stream, dtype)
+        if start is end:
+            return mid
+        bare = _bypass(graph, place.index, start, end, uses, None)
         return CutResult((*mid.consumers, *bare.consumers), (*mid.nodes_added, *bare.nodes_added), mid.weights)
     if active and operator is not None:
-        x, made = materialise(boundary.index, start)
+        x, made = materialise(place.index, start)
         splice = build_branch(operator, x, stream, dtype, bias_apart=end.is_fused and stream == dtype)
         added = [*made, *splice.nodes]
         start, branch = ResidualPoint(start.node, x), splice.branch
         if operator.network is not None:  # the result is the new stream, not a change of it
             start, branch = ResidualPoint(start.node, branch), None
         elif end.is_fused and not splice.nodes:  # a bias [C] alone: a skip-norm adds only values of the stream's rank
-            added.append(add_node(f"ghost.{boundary.index}.add", x, branch, x))
+            added.append(add_node(f"ghost.{place.index}.add", x, branch, x))
             start, branch = ResidualPoint(start.node, added[-1].outputs[0]), None
-        graph.insert_before(end.node, added)
-    result = _bypass(graph, boundary.index, start, end, branch, splice.bias if splice else None)
+        _insert(graph, start, end, added)
+    result = _bypass(graph, place.index, start, end, uses, branch, splice.bias if splice else None)
     names = tuple(node.name or "" for node in added)
     return CutResult(result.consumers, (*names, *result.nodes_added), tuple(splice.weights) if splice else ())
+
+
+def _insert(graph: ir.Graph, start: ResidualPoint, end: ResidualPoint, nodes: list[ir.Node]) -> None:
+    """Puts nodes that read the stream at ``start`` where they precede what reads ``end``."""
+    if start.node is not end.node or end.is_fused:  # a fused sum at the end reads what the nodes make
+        assert end.node is not None  # only h_{-1} can be a graph input
+        graph.insert_before(end.node, nodes)
+    elif end.node is not None:
+        graph.insert_after(end.node, nodes)
+    else:
+        graph.insert_before(graph[0], nodes)
 
 
 def materialise(b: int, point: ResidualPoint) -> tuple[ir.Value, list[ir.Node]]:
@@ -81,13 +107,10 @@ def materialise(b: int, point: ResidualPoint) -> tuple[ir.Value, list[ir.Node]]:
     if not point.is_fused:
         assert point.value is not None
         return point.value, []
-    nodes: list[ir.Node] = []
-    total = point.addends[0]
-    for i, addend in enumerate(point.addends[1:]):
-        name = f"ghost.{b}.stream" if i == 0 else f"ghost.{b}.stream_bias"
-        nodes.append(add_node(name, total, addend, point.addends[0]))
-        total = nodes[-1].outputs[0]
-    return total, nodes
+    x, change, *bias = point.addends
+    nodes = [add_node(f"ghost.{b}.stream_bias", change, value, x) for value in bias]
+    nodes.append(add_node(f"ghost.{b}.stream", x, nodes[-1].outputs[0] if nodes else change, x))  # a residual sum last
+    return nodes[-1].outputs[0], nodes
 
 
 def _bypass(
@@ -95,37 +118,48 @@ def _bypass(
     b: int,
     start: ResidualPoint,
     end: ResidualPoint,
+    uses: Sequence[Any],
     branch: ir.Value | None,
     bias: ir.Value | None = None,
 ) -> CutResult:
-    assert end.node is not None
     if not end.is_fused:
         assert end.value is not None
-        uses = list(end.value.uses())  # taken before the Add exists, or it would read itself
         x, added = materialise(b, start)
         if branch is not None:
             added.append(add_node(f"ghost.{b}.add", x, branch, end.value))
             x = added[-1].outputs[0]
-        graph.insert_before(end.node, added)
+        last = None if branch is None else branch.producer()
+        if last is not None:
+            graph.insert_after(last, added)
+        else:
+            _insert(graph, start, end, added)
         for use in uses:
             use.node.replace_input_with(use.idx, x)
         return CutResult(_names(use.node for use in uses), tuple(n.name or "" for n in added), ())
     node = end.node
+    assert node is not None
     if branch is None and not start.is_fused:
         assert start.value is not None
-        plain = _plain_norm(node, start.value)
-        graph.insert_before(node, plain)
-        uses = list(node.outputs[0].uses()) + (list(end.value.uses()) if end.value is not None else [])
-        _take_over(node.outputs[0], plain.outputs[0])
-        if end.value is not None:
-            end.value.replace_all_uses_with(start.value)
+        uses = [*node.outputs[0].uses(), *uses]
+        plain = without_sum(graph, node, start.value)
         return CutResult(_names(use.node for use in uses), (plain.name or "",), ())
     change = (branch,) if bias is None else (branch, bias)
-    _set_addends(node, start.addends if branch is None else (start.value, *change))
+    set_addends(node, start.addends if branch is None else (start.value, *change))
     return CutResult((node.name or "",), (), ())
 
 
-def _set_addends(node: ir.Node, addends: tuple[ir.Value | None, ...]) -> None:
+def without_sum(graph: ir.Graph, skip_norm: ir.Node, x: ir.Value) -> ir.Node:
+    """Puts the plain norm of ``x`` in the place of a fused skip-norm; returns it."""
+    plain = _plain_norm(skip_norm, x)
+    graph.insert_before(skip_norm, plain)
+    total = point_at(skip_norm).value
+    _take_over(skip_norm.outputs[0], plain.outputs[0])
+    if total is not None:
+        total.replace_all_uses_with(x)
+    return plain
+
+
+def set_addends(node: ir.Node, addends: tuple[ir.Value | None, ...]) -> None:
     """Gives a skip-norm node new summands: two, and a bias where there are three."""
     bias_at = bias_index(node)
     if len(addends) > 2 and len(node.inputs) <= bias_at:
@@ -157,17 +191,17 @@ def _take_over(old: ir.Value, new: ir.Value) -> None:
 
 
 def _splice_mid(
-    layout: DecoderLayout, boundary: Boundary, operator: Operator, stream: ir.DataType, dtype: ir.DataType
+    layout: DecoderLayout, place: Place, operator: Operator, stream: ir.DataType, dtype: ir.DataType
 ) -> CutResult:
     """Acts on the stream between attention and MLP of the last kept block before the cut.
 
     ``x_mid + mlp`` becomes ``(x_mid + x_mid @ M + b) + mlp``; the MLP still reads ``x_mid``.
     """
-    block = boundary.span.start - 1
+    block = place.start - 1
     if block < 0 or len(layout.sums[block]) != 2:
         reason = "no block is kept before the cut" if block < 0 else f"block {block} adds attention and MLP in one sum"
         raise SurgeryError(
-            f"Operator {boundary.index} acts between attention and MLP, but {reason}.", "Use site 'boundary'."
+            f"Operator {place.index} acts between attention and MLP, but {reason}.", "Use site 'boundary'."
         )
     middle, last = layout.sums[block]
     operand = next((i for i, v in enumerate(last.inputs[:2]) if v is not None and v.producer() is middle), None)
@@ -179,7 +213,7 @@ def _splice_mid(
     x = last.inputs[operand]
     assert x is not None
     splice = build_branch(operator, x, stream, dtype)
-    total = add_node(f"ghost.{boundary.index}.add", x, splice.branch, x)
+    total = add_node(f"ghost.{place.index}.add", x, splice.branch, x)
     layout.body.graph.insert_before(last, [*splice.nodes, total])
     last.replace_input_with(operand, total.outputs[0])
     names = tuple(node.name or "" for node in (*splice.nodes, total))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ import onnx_ir as ir
 
 from ghostexport.errors import SurgeryError
 from ghostexport.onnxfile import load_graph
-from ghostexport.surgery import refusals
+from ghostexport.operators import OperatorSet
+from ghostexport.plan import PrunePlan
+from ghostexport.surgery import operated, refusals
 from ghostexport.surgery.body import find_bodies
 from ghostexport.surgery.flow import captures
 from ghostexport.surgery.layout import DecoderLayout
@@ -26,7 +28,12 @@ class GraphReport:
     Attributes:
         path, producer, opset, ir_version, nodes: the file. ``producer`` is our name for who made it.
         dtype, hidden_size, rank: of the residual stream; None when not found.
-        blocks: per block its index, KV number, residual values in and out, and number of residual sums.
+        blocks: per block its index, its index in the dense graph, KV number, residual values in and out, and number of
+            residual sums.
+        dense_blocks: blocks of the dense graph.
+        cuts: what surgery removed and put there: boundary, removed blocks of the dense graph, position, operator, its
+            site, dtype and nodes and weights, and what of it is folded into weights.
+        weights_replaced: parameters that have new weights.
         kv_inputs, kv_outputs: name templates with ``{}`` for the block number.
         shared_initializers: weights that several blocks (or a block and the head) use: name -> blocks.
         quantised: quantised weight operators, with their counts.
@@ -43,6 +50,9 @@ class GraphReport:
     hidden_size: int | None = None
     rank: int | None = None
     blocks: tuple[Mapping[str, Any], ...] = ()
+    dense_blocks: int | None = None
+    cuts: tuple[Mapping[str, Any], ...] = ()
+    weights_replaced: tuple[str, ...] = ()
     kv_inputs: tuple[str, ...] = ()
     kv_outputs: tuple[str, ...] = ()
     shared_initializers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -75,9 +85,10 @@ def inspect_graph(path: Path, kv_pattern: str | Sequence[str] | None = None) -> 
         "quantised": _quantised(model),
     }
     try:
-        layouts = find_layouts(model, kv_pattern)
-        refusals.refuse_spliced(model, set())
-        layout = layouts[-1]
+        earlier = operated.read(model)
+        operated.take_out(model)
+        layout = find_layouts(model, kv_pattern)[-1]
+        plan = None if earlier.operators is None and earlier.found else earlier.plan_of(layout.num_blocks)
         stream = stream_type(layout)
     except SurgeryError as error:
         return GraphReport(**base, blocker=error.message)
@@ -86,12 +97,36 @@ def inspect_graph(path: Path, kv_pattern: str | Sequence[str] | None = None) -> 
         dtype=stream.dtype.name.lower(),
         hidden_size=stream.hidden_size,
         rank=stream.rank,
-        blocks=tuple(_block(layout, k) for k in range(layout.num_blocks)),
+        blocks=tuple(_block(layout, k, plan) for k in range(layout.num_blocks)),
+        dense_blocks=None if plan is None else plan.num_blocks,
+        cuts=tuple(_cuts(earlier)),
+        weights_replaced=earlier.replaced,
         kv_inputs=tuple(dict.fromkeys(port.template for port in layout.body.past)),
         kv_outputs=tuple(dict.fromkeys(port.template for port in layout.body.present)),
         shared_initializers=_shared(layout),
         remarks=tuple(_remarks(layout)),
     )
+
+
+def read_operators(path: Path) -> OperatorSet:
+    """Reads the operators out of a graph that surgery put them into, with the plan they repair.
+
+    They have the numbers that the graph has: rounded where it holds them in half precision.
+
+    Raises:
+        SurgeryError: it has none, no record of them, or part of them is in weights and cannot be told from those.
+    """
+    earlier = operated.read(load_graph(path))
+    if earlier.operators is None or not any(operator.adds_nodes for operator in earlier.operators.operators):
+        what = "no record of its operator's cuts" if earlier.found else "no operator"
+        raise SurgeryError(f"{path} has {what}.", "Give a graph that ghostexport surgery put an operator into.")
+    left = [*(name for names in earlier.folded for name in names), *earlier.replaced]
+    if left:
+        raise SurgeryError(
+            f"The operators of {path} are partly in its weights ({', '.join(left[:4])}): these cannot be read out.",
+            "Use the operator file that the graph was made with.",
+        )
+    return earlier.operators
 
 
 def producer(model: ir.Model) -> str:
@@ -109,14 +144,32 @@ def producer(model: ir.Model) -> str:
     return model.producer_name or "unknown"
 
 
-def _block(layout: DecoderLayout, k: int) -> dict[str, Any]:
+def _block(layout: DecoderLayout, k: int, plan: PrunePlan | None) -> dict[str, Any]:
     return {
         "block": k,
+        "dense_block": None if plan is None else plan.kept[k],
         "kv_number": layout.numbers[k],
         "stream_in": layout.points[k].name,
         "stream_out": layout.points[k + 1].name,
         "sums": len(layout.sums[k]),
     }
+
+
+def _cuts(earlier: operated.Earlier) -> Iterator[dict[str, Any]]:
+    recorded = earlier.operators.operators if earlier.operators is not None else ()
+    for b in sorted({*earlier.found, *range(len(recorded))}):
+        operator = recorded[b] if b < len(recorded) else None
+        dtype = earlier.dtypes.get(b)
+        yield {
+            "boundary": b,
+            "removed": None if operator is None else [operator.boundary.span.start, operator.boundary.span.stop],
+            "position": None if operator is None else operator.boundary.position,
+            "operator": "unknown" if operator is None else operator.kind,
+            "site": None if operator is None else operator.site,
+            "dtype": None if dtype is None else dtype.name.lower(),
+            "names": list(earlier.found.get(b, ())),
+            "folded": list(earlier.folded[b]) if operator is not None else [],
+        }
 
 
 def _shared(layout: DecoderLayout) -> dict[str, tuple[int, ...]]:
@@ -152,4 +205,4 @@ def _remarks(layout: DecoderLayout) -> list[str]:
     return remarks
 
 
-__all__ = ["GraphReport", "find_bodies", "inspect_graph", "producer"]
+__all__ = ["GraphReport", "find_bodies", "inspect_graph", "producer", "read_operators"]

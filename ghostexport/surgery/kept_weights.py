@@ -14,7 +14,7 @@ the layer did not have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,8 +51,8 @@ class FoldTarget:
     bias_node: ir.Node | None
 
 
-def fold(layout: DecoderLayout, item: WeightFold) -> tuple[str, list[ir.Value]]:
-    """Puts a new weight (and bias) into block ``item.block``; returns the old name and the new initializers.
+def fold(layout: DecoderLayout, item: WeightFold, block: int) -> tuple[str, list[ir.Value]]:
+    """Puts a new weight (and bias) into ``block`` of the layout; returns the old name and the new initializers.
 
     The new initializer is named ``ghost.fold.{block}.{role}.weight``; other users of the old one keep it. A gain is
     rescaled where it stands: ``ghost.fold.{role}.{block}.{n}``.
@@ -61,8 +61,8 @@ def fold(layout: DecoderLayout, item: WeightFold) -> tuple[str, list[ir.Value]]:
         SurgeryError: the layer is quantised, not found, of another shape, or has no bias to replace.
     """
     if item.role.endswith("gain"):
-        return _fold_gain(layout, item)
-    target = locate(layout, item.block, item.role)
+        return _fold_gain(layout, item, block)
+    target = locate(layout, block, item.role)
     array: FloatArray = item.weight.T if target.transposed else item.weight
     expected = tuple(target.weight.shape or ())
     if tuple(array.shape) != expected:
@@ -82,15 +82,15 @@ def fold(layout: DecoderLayout, item: WeightFold) -> tuple[str, list[ir.Value]]:
     return target.weight.name or "?", new
 
 
-def _fold_gain(layout: DecoderLayout, item: WeightFold) -> tuple[str, list[ir.Value]]:
-    sums = layout.sums[item.block]
+def _fold_gain(layout: DecoderLayout, item: WeightFold, block: int) -> tuple[str, list[ir.Value]]:
+    sums = layout.sums[block]
     if len(sums) != 2:
         raise SurgeryError(
             f"The {item.role} of block {item.block} could not be located: it adds {len(sums)} times to the stream.",
             "Folded gains need one norm before each of two residual sums.",
         )
     total = sums[0 if item.role == "attention_gain" else 1]
-    made = scale_gain(layout, item.block, total, item.weight, f"ghost.fold.{item.role}")
+    made = scale_gain(layout, block, total, item.weight, f"ghost.fold.{item.role}.{item.block}")
     return ", ".join(made), [value for new in made.values() for value in new]
 
 
@@ -218,7 +218,9 @@ def _int(node: ir.Node, name: str) -> int:
     return node.attributes[name].as_int() if name in node.attributes else 0
 
 
-def scale_blocks(layout: DecoderLayout, plan: PrunePlan, scales: list[float | None]) -> dict[str, list[ir.Value]]:
+def scale_blocks(
+    layout: DecoderLayout, plan: PrunePlan, scales: list[float | None], at: Mapping[int, int]
+) -> dict[str, list[ir.Value]]:
     """Divides what every kept block behind a cut adds to the stream by the product of the scales before it.
 
     With ``alpha`` at a cut the stream should go on as ``alpha x + f_1 + f_2 + ...``; it goes on as ``x + f_1 / alpha +
@@ -226,6 +228,7 @@ def scale_blocks(layout: DecoderLayout, plan: PrunePlan, scales: list[float | No
 
     Args:
         scales: one per boundary; None for none.
+        at: kept block of the plan -> block of the layout.
 
     Returns:
         New initializers by the name of the one they replace.
@@ -240,7 +243,7 @@ def scale_blocks(layout: DecoderLayout, plan: PrunePlan, scales: list[float | No
             if scale is not None and boundary.span.stop <= block:
                 factor /= scale
         if factor != 1.0:
-            _Scaler(layout, block, factor, made).run()
+            _Scaler(layout, at[block], factor, made, f"ghost.scale.{block}").run()
     return made
 
 
@@ -275,7 +278,7 @@ class _Scaler:
         block: int,
         factor: float | FloatArray,
         made: dict[str, list[ir.Value]],
-        prefix: str = "ghost.scale",
+        prefix: str,
     ) -> None:
         self.layout = layout
         self.block = block
@@ -340,7 +343,7 @@ class _Scaler:
         if tensor is None or old.dtype is None:
             raise self._refusal(f"the values of {old.name!r} are not in the file")
         scaled = values(tensor).astype("float32") * self.factor
-        new = weight(f"{self.prefix}.{self.block}.{self.count}", scaled, old.dtype)
+        new = weight(f"{self.prefix}.{self.count}", scaled, old.dtype)
         self.count += 1
         reader.replace_input_with(index, new)
         self.made.setdefault(old.name or "?", []).append(new)

@@ -24,8 +24,8 @@ from ghostexport.onnxfile import (
     weight_bytes,
 )
 from ghostexport.operators import Operator, OperatorSet
-from ghostexport.plan import PrunePlan
-from ghostexport.surgery import content, cut, kept_weights, kv_cache, refusals
+from ghostexport.plan import Boundary, PrunePlan
+from ghostexport.surgery import content, cut, kept_weights, kv_cache, operated, refusals
 from ghostexport.surgery.body import find_bodies
 from ghostexport.surgery.layout import DecoderLayout, find_layout
 from ghostexport.surgery.stream import StreamType, stream_type
@@ -34,10 +34,11 @@ from ghostexport.surgery.surgery_report import BoundaryReport, SurgeryReport
 
 def operate(
     dense: Path,
-    plan: PrunePlan,
+    plan: PrunePlan | None,
     operators: OperatorSet | None,
     output: Path,
     *,
+    drop: bool = False,
     self_contained: bool = False,
     operator_dtype: str | None = None,
     kv_pattern: str | Sequence[str] | None = None,
@@ -45,10 +46,14 @@ def operate(
 ) -> SurgeryReport:
     """Removes the blocks of ``plan`` from an exported decoder graph and puts ``operators`` at the cuts.
 
+    A graph that was cut before is cut further: see :func:`ghostexport.surgery.operated.compose`.
+
     Args:
         dense: an ONNX file of any producer; its weights are not read.
-        plan: removed blocks; empty with no operators: the output is a byte-for-byte copy of the graph.
+        plan: removed blocks; empty with no operators: the output is a byte-for-byte copy of the graph. None: those
+            that are gone from the graph already.
         operators: repair of the same plan; None for a bare cut.
+        drop: take the operators of earlier surgery out.
         output: the new ONNX file. New weights go to ``<output>.data``; in the source's folder all other weights stay
             where they are, in the source's data file. Another folder gets one compact data file of its own: references
             must not leave a folder, and ``onnx.load`` refuses hard links.
@@ -67,19 +72,17 @@ def operate(
         RunFolderError: the output cannot be written.
     """
     _check_arguments(dense, plan, operators, output, operator_dtype)
-    if not plan.removed and (operators is None or not operators.weights):
+    if plan is not None and not plan.removed and not drop and (operators is None or not operators.weights):
         return _identity(dense, plan, output, dry_run)
     model = load_graph(dense)
     before = weight_bytes(model)
-    changes = cut_model(model, plan, operators, operator_dtype=operator_dtype, kv_pattern=kv_pattern)
+    changes = cut_model(model, plan, operators, drop=drop, operator_dtype=operator_dtype, kv_pattern=kv_pattern)
     own = self_contained or output.parent.resolve() != dense.parent.resolve()
     written, files = (0, []) if dry_run else save_graph(model, output, changes.new, self_contained=own)
     return SurgeryReport(
         source=dense.name,
         path=output,
         identity=False,
-        blocks_before=plan.num_blocks,
-        blocks_after=len(plan.kept),
         nodes_after=sum(1 for _ in model.graph.all_nodes()),
         weight_bytes_before=before,
         weight_bytes_after=weight_bytes(model),
@@ -93,6 +96,8 @@ def operate(
 class Changes:
     """What :func:`cut_model` did, in fields of :class:`SurgeryReport`, and the new weights."""
 
+    blocks_before: int = 0
+    blocks_after: int = 0
     nodes_before: int = 0
     boundaries: list[BoundaryReport] = field(default_factory=list)
     kv_inputs_removed: list[str] = field(default_factory=list)
@@ -110,28 +115,35 @@ class Changes:
 
 def cut_model(
     model: ir.Model,
-    plan: PrunePlan,
+    plan: PrunePlan | None,
     operators: OperatorSet | None,
     *,
+    drop: bool = False,
     operator_dtype: str | None = None,
     kv_pattern: str | Sequence[str] | None = None,
 ) -> Changes:
-    """The in-memory half of :func:`operate`: changes ``model`` in place. All refusals come before the first change."""
+    """The in-memory half of :func:`operate`: changes ``model`` in place, which a refusal leaves half changed."""
+    changes = Changes(nodes_before=sum(1 for _ in model.graph.all_nodes()))
+    earlier = operated.read(model)
+    operated.take_out(model)
     layouts = find_layouts(model, kv_pattern)
-    refusals.refuse_spliced(model, refusals.operator_names(operators))
+    step = operated.compose(earlier, layouts[0].num_blocks, plan, operators, drop)
+    operated.renumber(model, step)
+    refusals.refuse_names(model, refusals.operator_names(operators))
     streams = []
     for layout in layouts:
-        refusals.refuse_plan(layout, plan)
+        refusals.refuse_plan(layout, step.now)
         streams.append(stream_type(layout))
-        _check_operators(operators, streams[-1])
+        _check_operators(step.operators, streams[-1])
         stored = next((name for name, dtype in DTYPES.items() if dtype == streams[-1].dtype), None)
         if operator_dtype is None and operators is not None and stored is not None:
             operator_dtype, _ = operators.dtype_in(stored)
-    changes = Changes(nodes_before=sum(1 for _ in model.graph.all_nodes()))
+    changes.blocks_before, changes.blocks_after = step.now.num_blocks, len(step.now.kept)
     for layout, stream in zip(layouts, streams, strict=True):
-        _cut_body(model, layout, stream, plan, operators, operator_dtype, changes)
-    _remove_kv(model, layouts, plan, changes)
+        _cut_body(model, layout, stream, step, operator_dtype, changes)
+    _remove_kv(model, layouts, step.now, changes)
     changes.initializers_dropped = [v.name or "" for v in cut.drop_unused_initializers(model.graph)]
+    operated.record(model, step)
     strip_metadata(model)
     return changes
 
@@ -160,6 +172,7 @@ def kept_of(
 ) -> tuple[int, tuple[int, ...]]:
     """How many blocks a graph has, and which of them a cut and tuned checkpoint kept: see :func:`content.find_kept`."""
     model = load_graph(graph)
+    operated.take_out(model)
     layout = find_layouts(model, kv_pattern)[0]
     return layout.num_blocks, content.find_kept(model.graph, layout, weights, what)
 
@@ -168,27 +181,26 @@ def _cut_body(
     model: ir.Model,
     layout: DecoderLayout,
     stream: StreamType,
-    plan: PrunePlan,
-    operators: OperatorSet | None,
+    step: operated.Step,
     operator_dtype: str | None,
     changes: Changes,
 ) -> None:
-    graph = layout.body.graph
-    dtype = stream.dtype if operator_dtype is None else DTYPES[operator_dtype]
-    replaced = content.replace_weights(model.graph, layout, operators.weights if operators is not None else {})
+    graph, plan = layout.body.graph, step.now
+    replaced = content.replace_weights(model.graph, layout, step.weights)
     for name, value in replaced.values():
         _register(model.graph, [value], changes)
         changes.weights_replaced[value.name or ""] = name
-    known = [operators.operators[b.index] if operators is not None else None for b in plan.boundaries]
-    folded = [_fold(model.graph, layout, operator, changes) for operator in known]
-    scales = [operator.scale if operator is not None else None for operator in known]
-    for old, new in kept_weights.scale_blocks(layout, plan, scales).items():
+    known = step.operators.operators
+    folded = [_fold(model.graph, layout, operator, step, changes) for operator in known]
+    scales = [operator.scale for operator in known]
+    for old, new in kept_weights.scale_blocks(layout, step.plan, scales, step.at).items():
         _register(model.graph, new, changes)
         folded[0][old] = ", ".join(value.name or "" for value in new)
     layout = kept_weights.with_new_addends(layout)
     done: list[cut.CutResult] = []
-    for boundary, operator in zip(plan.boundaries, known, strict=True):
-        done.append(cut.cut(layout, boundary, operator, stream.dtype, dtype))
+    for boundary, operator in zip(step.plan.boundaries, known, strict=True):
+        dtype = step.dtypes.get(boundary.index, stream.dtype if operator_dtype is None else DTYPES[operator_dtype])
+        done.append(cut.cut(layout, step.place(boundary), operator, stream.dtype, dtype))
         _register(model.graph, list(done[-1].weights), changes)
     removed_outputs = {port.value for port in kv_cache.removed_outputs(layout, plan)}
     outputs = [value for value in graph.outputs if value not in removed_outputs]
@@ -196,18 +208,22 @@ def _cut_body(
     live = cut.live_nodes(graph, outputs)
     _require_gone(layout, plan, live)
     removed = set(graph) - set(live)
-    for b, boundary in enumerate(plan.boundaries):
-        inside = sum(_block(layout, node) in boundary.span for node in removed)
-        changes.boundaries.append(_report(layout, b, plan, known[b], done[b], folded[b], inside))
+    for boundary, operator in zip(step.plan.boundaries, known, strict=True):
+        place = step.place(boundary)
+        inside = sum(place.start <= k < place.stop for node in removed if (k := _block(layout, node)) is not None)
+        b = boundary.index
+        changes.boundaries.append(_report(layout, boundary, place, operator, done[b], folded[b], inside))
     graph.outputs[:] = outputs
     cut.remove_dead(graph, live)
 
 
-def _fold(graph: ir.Graph, layout: DecoderLayout, operator: Operator | None, changes: Changes) -> dict[str, str]:
+def _fold(
+    graph: ir.Graph, layout: DecoderLayout, operator: Operator, step: operated.Step, changes: Changes
+) -> dict[str, str]:
     """Replaces the weights that an operator folds; new names by old."""
     folded: dict[str, str] = {}
-    for item in operator.folds if operator is not None else ():
-        old, new = kept_weights.fold(layout, item)
+    for item in operator.folds:
+        old, new = kept_weights.fold(layout, item, step.at[item.block])
         folded[old] = new[0].name or ""
         _register(graph, new, changes)
     return folded
@@ -217,11 +233,15 @@ def _register(graph: ir.Graph, values: Sequence[ir.Value], changes: Changes) -> 
     """Adds new weights; the second body of a merged decoder reuses those of the first."""
     for value in values:
         known = graph.initializers.get(value.name or "")
-        if known is None:
-            graph.register_initializer(value)
-            changes.new.append(value)
-        else:
+        if known in changes.new:
+            assert known is not None
             value.replace_all_uses_with(known)
+            continue
+        while known is not None:  # of earlier surgery, and about to be replaced
+            known.name = f"{known.name}.before"
+            known = graph.initializers.get(value.name or "")
+        graph.register_initializer(value)
+        changes.new.append(value)
 
 
 def _block(layout: DecoderLayout, node: ir.Node) -> int | None:
@@ -246,21 +266,20 @@ def _require_gone(layout: DecoderLayout, plan: PrunePlan, live: dict[ir.Node, No
 
 def _report(
     layout: DecoderLayout,
-    index: int,
-    plan: PrunePlan,
-    operator: Operator | None,
+    boundary: Boundary,
+    place: cut.Place,
+    operator: Operator,
     result: cut.CutResult,
     folded: dict[str, str],
     removed: int,
 ) -> BoundaryReport:
-    span = plan.removed[index]
     return BoundaryReport(
-        boundary=index,
-        span=(span.start, span.stop),
-        kind=operator.kind if operator is not None else "none",
-        site=operator.site if operator is not None else "boundary",
-        stream_in=layout.points[span.start].name,
-        stream_out=layout.points[span.stop].name,
+        boundary=boundary.index,
+        span=(boundary.span.start, boundary.span.stop),
+        kind=operator.kind,
+        site=operator.site,
+        stream_in=layout.points[place.start].name,
+        stream_out=layout.points[place.stop].name,
         consumers_rewired=result.consumers,
         nodes_removed=removed,
         nodes_added=result.nodes_added,
@@ -286,18 +305,18 @@ def _remove_kv(model: ir.Model, layouts: list[DecoderLayout], plan: PrunePlan, c
 
 
 def _check_arguments(
-    dense: Path, plan: PrunePlan, operators: OperatorSet | None, output: Path, operator_dtype: str | None
+    dense: Path, plan: PrunePlan | None, operators: OperatorSet | None, output: Path, operator_dtype: str | None
 ) -> None:
     if operator_dtype is not None and operator_dtype not in DTYPES:
         raise RecipeError(f"Unknown operator dtype {operator_dtype!r}.", f"Valid: {', '.join(DTYPES)}.")
-    if operators is not None:
+    if operators is not None and plan is not None:
         operators.require_plan(plan)
     if output.exists() and dense.exists() and output.samefile(dense):
         raise SurgeryError(f"{output} is the source graph.", "Choose another output.")
 
 
-def _check_operators(operators: OperatorSet | None, stream: StreamType) -> None:
-    for operator in operators.operators if operators is not None else ():
+def _check_operators(operators: OperatorSet, stream: StreamType) -> None:
+    for operator in operators.operators:
         size = operator.hidden_size
         if size is not None and size != stream.hidden_size:
             raise SurgeryError(

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from ghostexport.errors import (
-    AlreadySpliced,
     BoundaryAmbiguous,
     BoundaryNotFound,
     NameCollision,
@@ -33,16 +32,11 @@ _MIN_SHARE = (
 )
 
 
-def refuse_spliced(model: ir.Model, names: set[str]) -> None:
-    """Raises AlreadySpliced for a graph with an operator, NameCollision when a needed name is taken."""
-    nodes = [node.name for node in model.graph.all_nodes() if node.name and _OURS.match(node.name)]
-    weights = [name for name in model.graph.initializers if _OURS.match(name)]
-    if nodes or weights:
-        raise AlreadySpliced(
-            f"The graph already carries an operator: {', '.join([*nodes, *weights][:4])}.",
-            "Start again from the dense graph.",
-        )
-    taken = names & {value.name or "" for value in _all_values(model)}
+def refuse_names(model: ir.Model, names: set[str]) -> None:
+    """Raises NameCollision when a name that an operator needs is taken by something that is no surgery's."""
+    ours = {value for node in model.graph.all_nodes() if _OURS.match(node.name or "") for value in node.outputs}
+    ours |= {value for name, value in model.graph.initializers.items() if _OURS.match(name)}
+    taken = names & {value.name or "" for value in _all_values(model) if value not in ours}
     if taken:
         raise NameCollision(
             f"Names needed for the operator are in use: {', '.join(sorted(taken))}.", "Rename them in the graph."

@@ -14,9 +14,10 @@ import onnx_ir as ir
 import pytest
 
 from ghostexport.models import drop_blocks, insert_operators
-from ghostexport.surgery import inspect_graph, operate
+from ghostexport.plan import PrunePlan
+from ghostexport.surgery import inspect_graph, operate, read_operators
 from tests.decoding import assert_same, chunks, onnx_logits, torch_logits
-from tests.surgery_cases import FIXTURES, SPANS, dense_operators, fixture_model, plan_of
+from tests.surgery_cases import FIXTURES, SPANS, dense_operators, fixture_model, plan_of, same_graph
 
 FOLDER = Path(__file__).parent.parent / "fixtures"
 
@@ -75,6 +76,34 @@ def test_a_cut_graph_equals_the_cut_model(name: str, spans: str, tmp_path: Path)
         assert report.blocks_after == len(plan.kept)
         reference = _reference(_first_of(name), spans, with_operator)
         assert_same(onnx_logits(output, tokens), reference, fixture.tolerance)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_cut_graph_is_cut_further_and_repaired_anew_as_in_one_step(name: str, tmp_path: Path) -> None:
+    """One of the two cuts first; then the other one, with operators for both; then without any."""
+    source, whole = FOLDER / name / "model.onnx", plan_of("two")
+    operators = dense_operators(whole, 32)
+    operate(source, whole, operators, tmp_path / "whole.onnx")
+    operate(source, whole, None, tmp_path / "pruned.onnx")
+    for first, later in ((0, (2, 4)), (1, (1, 2))):
+        once = PrunePlan.from_spans(6, [whole.removed[first]])
+        operate(source, once, dense_operators(once, 32, seed=5), tmp_path / "one.onnx")
+        further = operate(
+            tmp_path / "one.onnx", PrunePlan.from_spans(len(once.kept), [later]), None, tmp_path / "x.onnx"
+        )
+        assert further.blocks_after == 3
+        operate(tmp_path / "x.onnx", whole, operators, tmp_path / "again.onnx")
+        assert same_graph(tmp_path / "again.onnx", tmp_path / "whole.onnx")
+        report = inspect_graph(tmp_path / "again.onnx")
+        assert report.blocker is None and [block["dense_block"] for block in report.blocks] == [0, 2, 5]
+    assert read_operators(tmp_path / "again.onnx").sha256 == operators.sha256 or FIXTURES[name].dtype == "float16"
+    operate(tmp_path / "again.onnx", None, None, tmp_path / "dropped.onnx", drop=True)
+    assert same_graph(tmp_path / "dropped.onnx", tmp_path / "pruned.onnx")
+    if FIXTURES[name].producer != "edge-llm":
+        tokens = _tokens(name)
+        for a, b in (("again", "whole"), ("dropped", "pruned")):
+            got, expected = (onnx_logits(tmp_path / f"{file}.onnx", tokens) for file in (a, b))
+            assert all(np.array_equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("spans", SPANS)

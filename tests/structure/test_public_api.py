@@ -66,6 +66,7 @@ OTHERS = [
     "load_operators",
     "operate",
     "parse_recipe",
+    "read_operators",
     "run",
     "swap_operator",
 ]

@@ -25,6 +25,7 @@ from ghostexport.errors import (
 from ghostexport.operators import Operator, OperatorSet, WeightFold
 from ghostexport.plan import PrunePlan
 from ghostexport.surgery import inspect_graph, operate
+from ghostexport.surgery.operated import RECORD
 from tests.decoding import session
 from tests.surgery_cases import SPANS, dense_operators
 from tests.unit.surgery.toy import VOCABULARY, C, Toy, build, build_merged, compute, define_plugin, save, weights
@@ -380,6 +381,9 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     source, plan = save(Toy(blocks=6), tmp_path / "dense.onnx"), PrunePlan.from_spans(6, [(2, 4)])
     out = tmp_path / "out.onnx"
     operate(source, plan, dense_operators(plan, C), tmp_path / "ghost.onnx")
+    model = ir.load(tmp_path / "ghost.onnx")
+    del model.metadata_props[RECORD]
+    ir.save(model, tmp_path / "ghost.onnx")
     cases: list[tuple[type[GhostExportError], str, Any]] = [
         (
             AlreadySpliced,
