@@ -318,16 +318,14 @@ class OperatorSet:
     @property
     def header(self) -> dict[str, Any]:
         """All but arrays and weights, JSON-ready: what a file says of itself, and a graph of its operators."""
+        own = [dict(boundary=o.boundary.index, kind=o.kind, site=o.site, fit=dict(o.fit)) for o in self.operators]
         return {
             "format": FORMAT,
             "name": self.name,
             "plan": self.plan.to_json() | {"scores": {}},
             "plan_sha256": self.plan.sha256,
             "calibration_sha256": self.calibration_sha256,
-            "operators": [
-                {"boundary": o.boundary.index, "kind": o.kind, "site": o.site, "fit": dict(o.fit)}
-                for o in self.operators
-            ],
+            "operators": own,
         }
 
     def to_bytes(self) -> bytes:
@@ -364,11 +362,7 @@ def load_operators(path: Path) -> OperatorSet:
 
 
 def parse_operators(header: Mapping[str, Any], tensors: Mapping[str, FloatArray]) -> OperatorSet:
-    """The set of an :attr:`OperatorSet.header` and the arrays by their key (:meth:`OperatorSet.tensors`).
-
-    Raises:
-        KeyError, IndexError, TypeError, ValueError, RecipeError: they contradict each other.
-    """
+    """The set of an :attr:`OperatorSet.header` and of its arrays by key; KeyError and others where they contradict."""
     plan = PrunePlan.from_json(header["plan"])
     entries = enumerate(header["operators"])
     operators = tuple(_read_operator(b, plan.boundaries[b], entry, tensors) for b, entry in entries)

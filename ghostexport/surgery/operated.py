@@ -104,6 +104,7 @@ def read(model: ir.Model) -> Earlier:
 def record(model: ir.Model, step: Step) -> None:
     """Writes the plan and what was put at its boundaries into the model's metadata."""
     header = step.operators.header | {"replaced": sorted({*step.operators.weights, *step.replaced})}
+    del header["plan"]["criterion"]  # who chose the cut does not change the graph
     for entry, operator, before in zip(header["operators"], step.operators.operators, step.folded, strict=True):
         entry["folded"] = sorted({*before, *_folds_of(operator)})
     model.metadata_props[RECORD] = json.dumps(header, sort_keys=True)
