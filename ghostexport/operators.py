@@ -318,7 +318,8 @@ class OperatorSet:
     @property
     def header(self) -> dict[str, Any]:
         """All but arrays and weights, JSON-ready: what a file says of itself, and a graph of its operators."""
-        own = [dict(boundary=o.boundary.index, kind=o.kind, site=o.site, fit=dict(o.fit)) for o in self.operators]
+        ops = self.operators
+        own = [{"boundary": o.boundary.index, "kind": o.kind, "site": o.site, "fit": dict(o.fit)} for o in ops]
         return {
             "format": FORMAT,
             "name": self.name,
