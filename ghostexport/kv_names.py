@@ -10,7 +10,8 @@ Known producers (in -> out, one pair per block ``N``)::
     flat torch     past_key_N | past_value_N                   present_key_N | present_value_N
 
 States of recurrent and convolutional mixers stand in the place of keys and values: ``conv_states``,
-``recurrent_states``, ``ssm_states`` (or the singular) for ``keys``, and ``past_conv.N`` with ``present_conv.N``.
+``recurrent_states``, ``ssm_states`` (or the singular; with ``.0``, ``.1`` behind them where a block has several) for
+``keys``, and ``past_conv.N`` with ``present_conv.N``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 from ghostexport.errors import RecipeError
 
-_STATES = r"(?:conv|recurrent|ssm|linear)_states?"
+_STATES = r"(?:conv|recurrent|ssm|linear)_states?(?:\.\d+)?"
 _INPUT = (
     re.compile(
         rf"^(past_key_values\.layers\.|input\.(?:cache|past_key_values)\.layers\.)(\d+)\.(keys|values|{_STATES})$"
@@ -70,6 +71,11 @@ class KVName:
     def is_state(self) -> bool:
         """A state of fixed size, of a recurrent or convolutional mixer: no dim counts tokens."""
         return _STATE.search(self.name) is not None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """A state that models keep in float32 whatever their own dtype."""
+        return self.is_state and "conv" not in self.name
 
 
 def parse_kv_name(name: str, *, output: bool = False, pattern: str | None = None) -> KVName | None:
@@ -135,4 +141,4 @@ def pair_kv(inputs: Iterable[str], outputs: Iterable[str]) -> list[tuple[str, st
 
 def _by_role(names: tuple[KVName, ...]) -> list[KVName]:
     # "key" sorts before "value" and "k" before "v", whatever order the graph lists them in
-    return sorted(names, key=lambda k: k.template.rsplit(".", 1)[-1] if "." in k.template else k.template)
+    return sorted(names, key=lambda k: k.template.rpartition("}")[2] or k.template)

@@ -226,7 +226,8 @@ def _torch_step(model: Any, ids: NDArray[np.int64], cache: Any, mask: NDArray[np
 
 
 def _flat(cache: Any) -> list[NDArray[Any]]:
-    return [tensor.float().cpu().numpy() for pair in cache_tensors(cache) for tensor in pair]
+    kept = [own[name] for own in cache_tensors(cache) for name in sorted(own)]
+    return [tensor.float().cpu().numpy() for tensor in kept]
 
 
 def _without_padding(
@@ -236,6 +237,9 @@ def _without_padding(
     left, right = {}, {}
     for name, array in expected.items():
         other = np.asarray(actual[name], np.float32)
+        if (kv := parse_kv_name(name, output=True)) and kv.is_state:
+            left[name], right[name] = array.reshape(len(array), -1), other.reshape(len(other), -1)
+            continue
         if array.ndim == 4:  # [B, heads, length, head_dim] -> [B, length, heads, head_dim]
             array, other = array.swapaxes(1, 2), other.swapaxes(1, 2)
         kept = mask[:, -array.shape[1] :].astype(bool)

@@ -161,9 +161,10 @@ def read_facts(graph: Path, blocks: int | None = None, query_heads: int | None =
     itemsize = {i.name: ir.DataType(i.data_type).itemsize for i in proto.initializer}
     multiplied = _multiplied(proto, floats)
     looked_up = {node.input[0] for node in proto.node if node.op_type == "Gather"} & sizes.keys()
-    kv = [t for t in interface.inputs if parse_kv_name(t.name)]
+    caches = {t.name: name for t in interface.inputs if (name := parse_kv_name(t.name))}
+    kv = [t for t in interface.inputs if t.name in caches and not caches[t.name].is_state]
     numbers = sum(math.prod(d for d in t.dims if isinstance(d, int)) for t in kv)
-    blocks = len({name.block for t in kv if (name := parse_kv_name(t.name))}) if blocks is None else blocks
+    blocks = len({name.block for name in caches.values()}) if blocks is None else blocks
     head_size = next((t.dims[-1] for t in kv if isinstance(t.dims[-1], int)), 0)
     return VariantFacts(
         blocks=blocks,

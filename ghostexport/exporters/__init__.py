@@ -65,7 +65,7 @@ def choose_exporter(name: str = "auto") -> tuple[str, str]:
 
 
 def check(model: Any, exporter: str = "auto") -> str | None:
-    """Why a model cannot be exported; None where nothing speaks against it. Takes one short step of the model.
+    """Why a model cannot be exported; None where nothing speaks against it. Takes short steps of the model.
 
     Args:
         model: a Hugging Face causal LM, on any device.
@@ -77,8 +77,7 @@ def check(model: Any, exporter: str = "auto") -> str | None:
     from ghostexport.models.running import cache_fault
 
     choose_exporter(exporter)
-    fault = cache_fault(model)
-    return fault and f"{fault}; graphs here carry one key and one value cache per block from step to step"
+    return cache_fault(model)
 
 
 def require_exportable(model: Any, exporter: str = "auto") -> None:
@@ -97,7 +96,8 @@ def export_model(
 
     The graph takes ``input_ids [batch, tokens]``, ``attention_mask [batch, past + tokens]``, ``position_ids [batch,
     tokens]`` (where the model has positions) and keys and values ``[batch, heads, past, head_dim]`` of every block, in
-    the model's dtype; it gives ``logits [batch, tokens, V]`` and the longer keys and values. ``past`` may be 0.
+    the model's dtype; it gives ``logits [batch, tokens, V]`` and the longer keys and values. ``past`` may be 0. States
+    of recurrent and convolutional blocks are inputs and outputs of fixed size; zeros stand for no past.
 
     Args:
         model: a Hugging Face causal LM; exported on the CPU in its own dtype, unchanged afterwards.

@@ -7,6 +7,7 @@ them as dynamic), and gives every KV input a length symbol of its own. Canonical
     input_ids       [batch, tokens]              past KV      [batch, heads, past, head_dim]
     attention_mask  [batch, past + tokens]       present KV   [batch, heads, past + tokens, head_dim]
     position_ids    [batch, tokens]              logits       [batch, tokens, vocabulary]
+                                                 states       [batch, ...], in and out: nothing counts tokens
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class OnnxGraphFile:
         opset: ONNX operator set.
         dtype: of weights and residual stream: ``float32``, ``float16`` or ``bfloat16``.
         hidden_size: ``C``.
-        num_blocks: decoder blocks, each with one key and one value cache.
+        num_blocks: decoder blocks.
         graph_sha256, data_sha256: of the two files.
         bytes: of both files together.
     """
@@ -84,16 +85,21 @@ def canonicalise(model: ir.Model) -> ir.Model:
         if value.shape is not None:
             value.shape = ir.Shape([_canonical_dim(dim, renames) for dim in value.shape])
     for value in model.graph.outputs:
-        if parse_kv_name(value.name or "", output=True) and value.shape is not None and len(value.shape) == 4:
+        kv = parse_kv_name(value.name or "", output=True)
+        if kv and not kv.is_state and value.shape is not None and len(value.shape) == 4:
             value.shape = ir.Shape([TOTAL if _is_total(dim) else dim for dim in value.shape])
     return model
 
 
-def check_interface(graph: ir.Graph, num_blocks: int) -> None:
-    """Checks that an export is a decoder with a full KV cache.
+def check_interface(graph: ir.Graph, kept: Mapping[int, int]) -> None:
+    """Checks that an export is a decoder that carries everything which the model keeps from step to step.
+
+    Args:
+        graph: the export.
+        kept: block -> number of its caches: keys, values and states.
 
     Raises:
-        ExportError: token ids or logits are missing, or the KV caches are not those of blocks 0 to ``num_blocks - 1``.
+        ExportError: token ids or logits are missing, or the caches are not those of the blocks.
     """
     inputs, outputs = _names(graph.inputs), _names(graph.outputs)
     missing = [name for name, have in (("input_ids", inputs), ("logits", outputs)) if name not in have]
@@ -104,10 +110,10 @@ def check_interface(graph: ir.Graph, num_blocks: int) -> None:
     except ValueError as error:
         raise ExportError(f"The exported KV cache is incomplete: {error}.", "Try another exporter.") from error
     blocks = group_by_block(name for name in (parse_kv_name(past) for past, _ in pairs) if name)
-    if list(blocks) != list(range(num_blocks)) or any(len(names) != 2 for names in blocks.values()):
+    found = {block: len(names) for block, names in blocks.items()}
+    if found != dict(kept):
         raise ExportError(
-            f"The exported graph has KV inputs for blocks {list(blocks)}; the model has {num_blocks} blocks, each of "
-            "which needs keys and values.",
+            f"The exported graph has {found} caches by block, the model keeps {dict(kept)}.",
             "Models that share or compress their cache are not supported.",
         )
 
@@ -155,8 +161,9 @@ def write_graph(model: ir.Model, target: Path, *, producer: str, hidden_size: in
 
 
 def stream_dtype(graph: ir.Graph) -> str:
-    """Dtype of the KV cache, which is that of the residual stream."""
-    dtype = next(value.dtype for value in graph.inputs if parse_kv_name(value.name or ""))
+    """Dtype of the KV cache, which is that of the residual stream (a recurrent state may be wider)."""
+    caches = [(kv.is_recurrent, value.dtype) for value in graph.inputs if (kv := parse_kv_name(value.name or ""))]
+    dtype = min(caches, key=lambda cache: cache[0])[1]
     assert dtype is not None
     return str(dtype.numpy())
 
@@ -171,9 +178,9 @@ def _symbol_names(graph: ir.Graph) -> dict[str, str]:
     for value in graph.inputs:
         if value.shape is None:
             continue
-        if parse_kv_name(value.name or ""):
-            # 4-D, dim 0 = batch; whatever else is symbolic is the cache length
-            expected = [BATCH] + [PAST] * (len(value.shape) - 1)
+        if kv := parse_kv_name(value.name or ""):
+            # dim 0 = batch; whatever else is symbolic is the cache length
+            expected = [BATCH] + [PAST] * (0 if kv.is_state else len(value.shape) - 1)
         elif value.name == "attention_mask" and len(value.shape) == 2:
             expected = [BATCH, TOTAL]
         else:

@@ -26,7 +26,7 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
     shutil.rmtree(folder, ignore_errors=True)  # what a killed export left
     try:
         exported = canonicalise(_trace(model, folder, opset))
-        check_interface(exported.graph, num_blocks)
+        check_interface(exported.graph, dict.fromkeys(range(num_blocks), 2))
         execution.progress("export", 1, 2)
         hidden_size = int(model.config.get_text_config().hidden_size)
         written = write_graph(exported, output, producer="optimum", hidden_size=hidden_size, num_blocks=num_blocks)

@@ -27,6 +27,7 @@ _NOISY_LOGGERS = ("torch.onnx", "torch.export", "torch.fx", "transformers", "onn
 def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGraphFile:
     """See :func:`ghostexport.exporters.export_model`."""
     from ghostexport.models import find_blocks
+    from ghostexport.models.running import cache_argument, cache_tensors
 
     blocks = find_blocks(model)
     num_blocks = len(blocks)
@@ -51,7 +52,8 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
         widen_bfloat16(exported)
     _name_cache(exported.graph)
     canonicalise(exported)
-    check_interface(exported.graph, num_blocks)
+    kept = cache_tensors(inputs[cache_argument(model)])
+    check_interface(exported.graph, {block: len(tensors) for block, tensors in enumerate(kept)})
     if exported.graph.opset_imports.get("") != opset:
         raise ExportError(
             f"The exporter made opset {exported.graph.opset_imports.get('')}, not {opset} as asked.", _REMEDY
@@ -82,16 +84,14 @@ def _trace(model: Any, inputs: dict[str, Any], opset: int) -> ir.Model:
 def sample_inputs(model: Any) -> dict[str, Any]:
     """Forward arguments of a step after a cache: ids and positions ``[2, 4]``, mask ``[2, 7]``, cache of 3 tokens."""
     import torch
-    from transformers.cache_utils import DynamicCache
 
     from ghostexport.exporters import require_exportable
-    from ghostexport.models.running import accepts, cache_argument, step
+    from ghostexport.models.running import accepts, cache_argument, step, whole_cache
 
     vocab_size = int(model.config.get_text_config().vocab_size)
     ids = torch.arange(BATCH * (PAST + TOKENS)).reshape(BATCH, -1) % vocab_size
     require_exportable(model, "transformers")
-    # a cache without the model's configuration keeps every token in every block, sliding-window ones included
-    _, cache = step(model, ids[:, :PAST], DynamicCache())
+    _, cache = step(model, ids[:, :PAST], whole_cache(model))
     inputs: dict[str, Any] = {
         "input_ids": ids[:, PAST:].contiguous(),
         "attention_mask": torch.ones(BATCH, PAST + TOKENS, dtype=torch.int64),
@@ -111,7 +111,8 @@ def _dynamic_shapes(inputs: dict[str, Any]) -> dict[str, Any]:
     def varying(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return {0: Dim.AUTO, 1: Dim.AUTO}
-        return [{0: Dim.AUTO, 2: Dim.AUTO}] * 2 * len(cache_tensors(value))
+        names = [name for tensors in cache_tensors(value) for name in tensors]
+        return [{0: Dim.AUTO, 2: Dim.AUTO} if name in ("keys", "values") else {0: Dim.AUTO} for name in names]
 
     return {name: varying(value) for name, value in inputs.items()}
 
@@ -123,12 +124,13 @@ def _link_lengths(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     from ghostexport.models.running import cache_argument, cache_tensors
 
     batch, tokens = kwargs["input_ids"].shape
-    tensors = [tensor for pair in cache_tensors(kwargs[cache_argument(module)]) for tensor in pair]
-    past = tensors[0].shape[2]
-    for tensor in tensors:
+    kept = [item for own in cache_tensors(kwargs[cache_argument(module)]) for item in own.items()]
+    growing = [tensor for name, tensor in kept if name in ("keys", "values")]
+    for _, tensor in kept:
         torch._check(tensor.shape[0] == batch)
-        torch._check(tensor.shape[2] == past)
-    expected = {"position_ids": tokens, "attention_mask": past + tokens}
+    for tensor in growing:
+        torch._check(tensor.shape[2] == growing[0].shape[2])
+    expected = {"position_ids": tokens} | ({"attention_mask": growing[0].shape[2] + tokens} if growing else {})
     for name in expected.keys() & kwargs.keys():
         torch._check(kwargs[name].shape[0] == batch)
         torch._check(kwargs[name].shape[1] == expected[name])

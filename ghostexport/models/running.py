@@ -8,8 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ghostexport.models.blocks import find_blocks, hidden_states, output_states, probe_tokens
+from ghostexport.models.blocks import find_blocks, hidden_states, input_device, output_states, probe_tokens
+
+#: States of recurrent and convolutional blocks, as caches of transformers call them.
+_STATES = ("conv_states", "recurrent_states")
+
+#: Tokens that no chunk of a mixer holds at once (the largest is 256).
+MANY = 320
+
+#: Products, the work of every mixer: their number may not depend on the number of tokens.
+_COUNTED = {"aten.mm", "aten.bmm", "aten.addmm", "aten.mul", "aten.convolution", "aten.exp"}
+
+#: Standard deviation of the difference of two orders of computation over that of the logits, in any dtype.
+CONTINUED = 0.1
 
 
 class _StopForwardError(Exception):
@@ -113,26 +126,68 @@ def positions(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def cache_fault(model: Any) -> str | None:
-    """Why the model's cache is not one key and one value tensor per block; None where it is. Runs one short step."""
-    name, count = type(model).__name__, len(find_blocks(model))
+    """Why the model's cache cannot be carried by a graph; None where it can. Runs a few short steps.
+
+    A graph takes any number of tokens after any cache. So a model that keeps states must continue as if it had read
+    everything at once, and its blocks must compute any number of tokens with the same operations.
+    """
+    name, blocks = type(model).__name__, find_blocks(model)
     try:
         cache = step(model, probe_tokens(model))[1]
-        layers = cache.layers
+        caches = cache.layers
     except (AttributeError, KeyError, TypeError):
         return f"{name} keeps no keys and values per block in a cache of transformers"
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(caches):
         kept = {key for key, value in vars(layer).items() if _holds_tensors(value) and not key.startswith("_")}
-        if kept != {"keys", "values"}:
-            what = ", ".join(sorted(kept - {"keys", "values"})) or type(layer).__name__
-            beside = "besides keys and values" if kept >= {"keys", "values"} else "instead of keys and values"
-            return f"block {index} of {name} keeps {what} {beside}"
-    if len(layers) != count:
-        return f"{count} blocks of {name} keep {len(layers)} caches"
+        if strange := kept - {"keys", "values", *_STATES}:
+            return f"block {index} of {name} keeps {', '.join(sorted(strange))}, which no graph here carries"
+        if not kept:
+            return f"block {index} of {name} keeps nothing that a graph can carry ({type(layer).__name__})"
+    if len(caches) != len(blocks):
+        return f"{len(blocks)} blocks of {name} keep {len(caches)} caches"
     try:
-        cache_tensors(cache)
+        states = any(key.startswith(_STATES) for tensors in cache_tensors(cache) for key in tensors)
     except TypeError as error:
         return f"{name}: {error}"
+    return _continuation_fault(model) if states else None
+
+
+def _continuation_fault(model: Any) -> str | None:
+    name, device = type(model).__name__, input_device(model)
+    ids = torch.arange(2 * MANY, device=device).view(2, -1) % int(model.get_input_embeddings().weight.shape[0])
+    mask = torch.ones_like(ids)
+    few = 3
+    whole, _ = step(model, ids[:, : 2 * few], None, mask[:, : 2 * few])
+    try:
+        _, cache = step(model, ids[:, :few], whole_cache(model), mask[:, :few])
+        rest, _ = step(model, ids[:, few : 2 * few], cache, mask[:, : 2 * few])
+    except RuntimeError as error:
+        return f"{name} cannot read several tokens after its states: {str(error).splitlines()[0]}"
+    whole, rest = whole[:, few:].double(), rest.double()
+    if not float((whole - rest).std()) <= CONTINUED * float(whole.std()):
+        return f"{name} forgets its states when it reads several tokens at once"
+    if _operations(model, ids[:1, : 2 * few]) != _operations(model, ids[:1]):
+        return f"{name} loops over tokens outside its operations: a graph would hold the loop of one length"
     return None
+
+
+def _operations(model: Any, ids: torch.Tensor) -> int:
+    """Tensor operations of one step."""
+    with _Count() as seen:
+        step(model, ids)
+    return seen.count
+
+
+class _Count(TorchDispatchMode):
+    """Counts the operations that read or make numbers; views are left out, since layouts decide about them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func.overloadpacket) in _COUNTED
+        return func(*args, **(kwargs or {}))
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -140,16 +195,36 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(tensor, torch.Tensor) for tensor in found)
 
 
-def cache_tensors(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values ``[B, heads, length, head_dim]`` of every block.
+def whole_cache(model: Any) -> Any:
+    """An empty cache that keeps every token in every block, sliding-window ones included, and the states of others."""
+    from transformers import cache_utils
+
+    named = cache_utils.DynamicCache(config=model.config)
+    if not any(isinstance(layer, cache_utils.LinearAttentionLayer) for layer in named.layers):
+        return cache_utils.DynamicCache()  # without the configuration it knows no window
+    for index, layer in enumerate(named.layers):
+        if isinstance(layer, cache_utils.LinearAttentionAndSlidingWindowAttentionLayer):
+            named.layers[index] = cache_utils.LinearAttentionAndFullAttentionLayer(layer.number_of_states)
+        elif isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
+            named.layers[index] = cache_utils.DynamicLayer()
+    return named
+
+
+def cache_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
+    """What every block keeps: ``keys`` and ``values`` ``[B, heads, length, head_dim]``, states ``conv_states.0`` ....
 
     Raises:
-        TypeError: the model keeps something else (recurrent state, compressed KV).
+        TypeError: the model keeps something else (compressed KV).
     """
-    pairs = []
+    found = []
     for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not (isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4):
+        own = {key: getattr(layer, key) for key in ("keys", "values") if _holds_tensors(getattr(layer, key, None))}
+        if len(own) == 1 or any(tensor.ndim != 4 for tensor in own.values()):
             raise TypeError(f"{type(layer).__name__} holds no keys and values [batch, heads, length, head_dim]")
-        pairs.append((keys, values))
-    return pairs
+        for kind in _STATES:
+            states = getattr(layer, kind, None) or {}
+            own |= {f"{kind}.{index}": tensor for index, tensor in states.items() if isinstance(tensor, torch.Tensor)}
+        if not own:
+            raise TypeError(f"{type(layer).__name__} holds no keys, values or states")
+        found.append(own)
+    return found

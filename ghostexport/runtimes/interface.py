@@ -8,6 +8,7 @@ Exported symbols are not linked to each other (the mask's length is its own symb
     KV input                  [batch, heads, past, head_dim]   (or past at axis 1, when that is the symbolic one)
     logits                    [batch, tokens, V]
     KV output                 as its input, with total in place of past
+    state, in and out         [batch, ...]                  of recurrent and convolutional blocks; fixed numbers
     write_indices             [batch]                       past, for a cache that is updated in place
     nonpad_kv_seqlen          [batch]                       total, likewise
 
@@ -85,8 +86,8 @@ class Interface:
     @property
     def dtype(self) -> str:
         """Dtype of the KV cache, which is that of the residual stream; of the logits when there is no cache."""
-        names = {past for past, _ in self.kv}
-        return next((t.dtype for t in self.inputs if t.name in names), self.outputs[0].dtype)
+        kv = [(name.is_recurrent, t.dtype) for t in self.inputs if (name := parse_kv_name(t.name))]
+        return min(kv, key=lambda cache: cache[0])[1] if kv else self.outputs[0].dtype
 
 
 def read_interface(path: Path) -> Interface:
@@ -191,10 +192,13 @@ def _tensor(path: Path, value: Any, *, output: bool, in_place: bool) -> Tensor:
 def _roles(
     path: Path, name: str, dims: tuple[int | str, ...], *, output: bool, in_place: bool
 ) -> tuple[int | str, ...]:
-    is_kv = parse_kv_name(name, output=output) is not None
-    if is_kv and len(dims) == 4:
+    kv = parse_kv_name(name, output=output)
+    is_kv = kv is not None
+    if kv is not None and kv.is_state:
+        table: tuple[str, ...] = ("batch", *["state"] * (len(dims) - 1))
+    elif is_kv and len(dims) == 4:
         axis = 1 if isinstance(dims[1], str) and isinstance(dims[2], int) else 2
-        table: tuple[str, ...] = ("batch", "heads", "heads", "head_dim")
+        table = ("batch", "heads", "heads", "head_dim")
         table = (*table[:axis], "total" if output else "past", *table[axis + 1 :])
     elif name in _ROLES and len(dims) == len(_ROLES[name]):
         table = _ROLES[name]
@@ -212,7 +216,7 @@ def _roles(
                 f"{path}: the {role} length of input {name} {list(dims)} is baked in as {d}.",
                 "Export with a dynamic cache length (two or more past tokens in the sample inputs).",
             )
-    loose = [role for role in roles if role in ("heads", "head_dim", "hidden")]
+    loose = [role for role in roles if role in ("heads", "head_dim", "hidden", "state")]
     if loose and not output:
         raise BuildError(f"{path}: input {name} {list(dims)} has no fixed {loose[0]}.", "Export with that dim static.")
     return roles
