@@ -2,8 +2,9 @@
 
 Four feeds, batch 2: a short and a long prefill (past 0), and one decode step after each, on each side's own cache. The
 short prefill has a padded row. A model with a sliding window (or attention chunks) that these do not leave gets two
-more: the end of a prefill that is longer than it, fed in parts, and a decode step there. Sequences are random ids from
-a fixed seed unless given.
+more: the end of a prefill that is longer than it, fed in parts, and a decode step there. So does a model with states,
+whose long prefill is fed at once: it must reach over the chunks in which its mixers compute. Sequences are random ids
+from a fixed seed unless given.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from ghostexport.errors import ParityError
 from ghostexport.float32_twin import for_cpu
 from ghostexport.kv_names import parse_kv_name
-from ghostexport.models.running import cache_tensors, step
+from ghostexport.models.running import MANY, cache_tensors, step
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.runtimes.ort.ort_session import OrtSession
 
@@ -190,15 +191,16 @@ def _feeds(
     """Yields feed name, reference outputs and candidate outputs, padding positions taken out."""
     by_block = sorted((present for _, present in candidate.kv), key=_depth)
     lengths = [(SHORT, PADDING), (LONG, 0)]
-    window = _window(model)
-    if LONG <= window <= FARTHEST:
-        lengths.append((window + LONG, 0))
+    window, states = _window(model), any((kv := parse_kv_name(past)) and kv.is_state for past, _ in candidate.kv)
+    if LONG <= window <= FARTHEST or states:
+        lengths.append((max(window, MANY) + LONG if states else window + LONG, 0))
     for length, padding in lengths:
+        part = length if states else PART
         mask = np.ones((2, length + 1), np.int64)
         mask[1, :padding] = 0
         torch_cache, cache = None, candidate.new_cache(2)
         sequences = np.tile(tokens, -(-(length + 1) // tokens.shape[1]))
-        parts = [(start, min(start + PART, length), "") for start in range(0, length, PART)]
+        parts = [(start, min(start + part, length), "") for start in range(0, length, part)]
         parts[-1] = (*parts[-1][:2], f"prefill {length}")
         for start, stop, feed in (*parts, (length, length + 1, f"decode {length}+1")):
             ids, attended = sequences[:, start:stop], mask[:, :stop]

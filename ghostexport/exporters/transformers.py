@@ -17,7 +17,8 @@ from ghostexport.exporters.graph_file import OnnxGraphFile, canonicalise, check_
 from ghostexport.exporters.simplify import simplify, widen_bfloat16
 from ghostexport.models.silence import silenced
 
-# Sample lengths: all different and above 1, so that no axis is specialised or confused with another.
+# Sample lengths: all different and above 1, so that no axis is specialised or confused with another. A model with
+# states may compute in chunks of tokens: there must be several of them, too.
 BATCH, TOKENS, PAST = 2, 4, 3
 
 _REMEDY = "Try another --opset, or --exporter optimum in an environment with 'ghostexport[optimum]'."
@@ -82,20 +83,20 @@ def _trace(model: Any, inputs: dict[str, Any], opset: int) -> ir.Model:
 
 
 def sample_inputs(model: Any) -> dict[str, Any]:
-    """Forward arguments of a step after a cache: ids and positions ``[2, 4]``, mask ``[2, 7]``, cache of 3 tokens."""
+    """Forward arguments of a step after a cache of 3 tokens: ids and positions ``[2, 4]`` (or more), mask ``[2, 7]``."""
     import torch
 
     from ghostexport.exporters import require_exportable
-    from ghostexport.models.running import accepts, cache_argument, step, whole_cache
+    from ghostexport.models.running import MANY, accepts, cache_argument, keeps_states, step, whole_cache
 
     vocab_size = int(model.config.get_text_config().vocab_size)
-    ids = torch.arange(BATCH * (PAST + TOKENS)).reshape(BATCH, -1) % vocab_size
     require_exportable(model, "transformers")
-    _, cache = step(model, ids[:, :PAST], whole_cache(model))
+    _, cache = step(model, torch.arange(BATCH * PAST).reshape(BATCH, -1) % vocab_size, whole_cache(model))
+    tokens = MANY if keeps_states(cache) else TOKENS
     inputs: dict[str, Any] = {
-        "input_ids": ids[:, PAST:].contiguous(),
-        "attention_mask": torch.ones(BATCH, PAST + TOKENS, dtype=torch.int64),
-        "position_ids": torch.arange(PAST, PAST + TOKENS).repeat(BATCH, 1),
+        "input_ids": torch.arange(BATCH * tokens).reshape(BATCH, -1) % vocab_size,
+        "attention_mask": torch.ones(BATCH, PAST + tokens, dtype=torch.int64),
+        "position_ids": torch.arange(PAST, PAST + tokens).repeat(BATCH, 1),
         cache_argument(model): cache,
     }
     return {name: value for name, value in inputs.items() if accepts(model, name)}
