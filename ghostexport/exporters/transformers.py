@@ -83,7 +83,7 @@ def _trace(model: Any, inputs: dict[str, Any], opset: int) -> ir.Model:
 
 
 def sample_inputs(model: Any) -> dict[str, Any]:
-    """Forward arguments of a step after a cache of 3 tokens: ids and positions ``[2, 4]`` (or more), mask ``[2, 7]``."""
+    """Arguments of a step after 3 cached tokens: ids and positions ``[2, 4]`` (or more), mask ``[2, 7]``."""
     import torch
 
     from ghostexport.exporters import require_exportable
