@@ -178,14 +178,14 @@ def _operations(model: Any, ids: torch.Tensor) -> int:
     """Tensor operations of one step."""
     with _Count() as seen:
         step(model, ids)
-    return seen.count
+    return int(seen.count)
 
 
 class _Count(TorchDispatchMode):
     """Counts the operations that read or make numbers; views are left out, since layouts decide about them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

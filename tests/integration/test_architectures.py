@@ -9,10 +9,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import architectures
 
-#: Tied head; experts; sinks; compressed attention; alibi; multipliers; parallel; post-norm.
-WHOLE = ["llama-tied", "qwen3_moe", "gpt_oss", "deepseek_v3", "falcon-alibi", "granite", "cohere2", "gptj", "gemma3"]
-#: No keys and values in some block.
-STATEFUL = ["lfm2", "mamba2", "qwen3_next"]
+#: Tied head; experts; sinks; compressed attention; alibi; multipliers; parallel; post-norm; convolutions beside
+#: attention; states alone.
+WHOLE = [
+    "llama-tied", "qwen3_moe", "gpt_oss", "deepseek_v3", "falcon-alibi", "granite", "cohere2", "gptj", "gemma3", "lfm2",
+    "mamba2",
+]  # fmt: skip
+#: States which transformers continues otherwise, keeps elsewhere, or computes in a loop over chunks.
+STATEFUL = ["jamba", "recurrent_gemma", "qwen3_next"]
 
 
 def states(name, folder):

@@ -4,13 +4,13 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-import transformers
 
 from ghostexport import exporters
 from ghostexport.errors import ExportError, RecipeError, RunFolderError, RuntimeUnavailableError
@@ -19,6 +19,10 @@ from ghostexport.exporters.simplify import simplify, widen_bfloat16
 from ghostexport.files import sha256_file
 from ghostexport.models.silence import silenced
 from tests.tiny import tiny
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import tiny_decoders
 
 
 def decoder_like(blocks=(0, 1), outputs=None, logits="logits"):
@@ -133,20 +137,20 @@ def test_an_unwritable_folder_is_a_clear_error(tmp_path):
 
 
 def test_the_interface_of_a_full_decoder_is_accepted():
-    graph_file.check_interface(decoder_like().graph, 2)
+    graph_file.check_interface(decoder_like().graph, {0: 2, 1: 2})
 
 
 @pytest.mark.parametrize(
     ("model", "complaint"),
     [
         (decoder_like(logits="scores"), "no logits"),
-        (decoder_like(blocks=(0, 2)), r"blocks \[0, 2\]"),
+        (decoder_like(blocks=(0, 2)), r"\{0: 2, 2: 2\} caches by block, the model keeps \{0: 2, 1: 2\}"),
         (decoder_like(outputs=(0,)), "incomplete"),
     ],
 )
 def test_an_incomplete_decoder_is_refused(model, complaint):
     with pytest.raises(ExportError, match=complaint):
-        graph_file.check_interface(model.graph, 2)
+        graph_file.check_interface(model.graph, {0: 2, 1: 2})
 
 
 def test_what_the_exporter_raises_is_chained(tmp_path, monkeypatch):
@@ -205,16 +209,19 @@ def test_simplify_keeps_what_the_graph_computes():
 
 
 @pytest.mark.parametrize(
-    ("kind", "own", "reason"),
+    ("name", "reason"),
     [
-        ("Mamba", {"state_size": 4}, "block 0 of MambaForCausalLM keeps conv_states, recurrent_states instead of keys"),
-        ("Lfm2", {"layer_types": ["full_attention", "conv"]}, "block 1 of Lfm2ForCausalLM keeps conv_states instead"),
+        ("mamba", "MambaForCausalLM cannot read several tokens at once after its states"),
+        ("jamba", "JambaForCausalLM reads several tokens at once after its states otherwise than as part of the whole"),
+        ("zamba2", "Zamba2ForCausalLM reads a token by itself after its states otherwise than as part of the whole"),
+        ("qwen3_next", "Qwen3NextForCausalLM loops over tokens outside its operations"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps no keys and values per block in a cache"),
+        ("nemotron_h", "block 3 of NemotronHForCausalLM keeps nothing that a graph can carry"),
+        ("deepseek_v32", "block 0 of DeepseekV32ForCausalLM keeps indexer_keys, which no graph here carries"),
     ],
 )
-def test_a_model_without_plain_caches_is_refused_at_once_and_the_checkpoint_named(tmp_path, kind, own, reason):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = getattr(transformers, f"{kind}Config")(**sizes, intermediate_size=48, num_key_value_heads=2, **own)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+def test_a_model_whose_states_no_graph_continues_is_refused_at_once_and_the_checkpoint_named(tmp_path, name, reason):
+    model = tiny_decoders.build(name)
     assert reason in exporters.check(model)
     with pytest.raises(ExportError, match="--to checkpoint"):
         exporters.export_model(model, tmp_path / "dense.onnx")
@@ -223,6 +230,11 @@ def test_a_model_without_plain_caches_is_refused_at_once_and_the_checkpoint_name
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mistral"])
 def test_nothing_speaks_against_a_decoder_with_plain_caches(name):
     assert exporters.check(tiny(name)) is None
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "bamba", "falcon_h1", "zaya"])
+def test_nothing_speaks_against_states_that_continue(name):
+    assert exporters.check(tiny_decoders.build(name)) is None
 
 
 def test_bfloat16_arithmetic_in_float32_is_the_same_bits():
