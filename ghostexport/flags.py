@@ -87,6 +87,7 @@ FLAGS: dict[str, Flag] = {
     "select": Flag("select", "criterion", str, "Criterion that chooses the blocks."),
     "protect_first": Flag("select", "protect_first", int, "Blocks at the start that stay."),
     "protect_last": Flag("select", "protect_last", int, "Blocks at the end that stay."),
+    "search_minutes": Flag("select", "search_minutes", float, "Time that --select search may take."),
     "base": Flag("select", "base", str, "Score that prune-and-comp ranks by: shortgpt, taylor, magnitude, perplexity."),
     "operator": Flag("recover", "operators", list[str], "Recovery operator; repeatable."),
     "quality": Flag("recover", "quality", str, "paper (ghost), best (closed form), or heal (trained)."),

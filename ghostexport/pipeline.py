@@ -67,6 +67,7 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     folder.statistics_path.unlink(missing_ok=True)
     loaded = _loaded(recipe, execution)
     drawn, _ = calibration.load(folder.calibration_path)
+    execution = replace(execution, scratch=folder.path)
     plan, gathered = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
     if folder.checkpoints_path.exists():  # of an earlier plan, or of another model
         shutil.rmtree(folder.checkpoints_path)

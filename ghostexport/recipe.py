@@ -77,6 +77,7 @@ class SelectSection(Section):
         spans: half-open runs, instead of a criterion.
         protect_first, protect_last: blocks at the ends that stay; None for what the criterion's paper protects.
         base: score that ``prune-and-comp`` ranks by: shortgpt, taylor, magnitude or perplexity.
+        search_minutes: time that ``search`` takes, at most, beyond the plan that it is judging.
     """
 
     criterion: Annotated[str, AfterValidator(lambda name: require_name(name, CRITERIA, "criterion"))] = "streamline"
@@ -85,6 +86,7 @@ class SelectSection(Section):
     protect_first: Annotated[int, Field(ge=0)] | None = None
     protect_last: Annotated[int, Field(ge=0)] | None = None
     base: str = "shortgpt"
+    search_minutes: Annotated[float, Field(gt=0)] = 15.0
 
     def require_removal(self) -> None:
         """Raises RecipeError unless the section says what to remove, once."""

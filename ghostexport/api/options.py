@@ -60,6 +60,7 @@ class SelectOptions(TypedDict, total=False):
     protect_first: int | None
     protect_last: int | None
     base: str
+    search_minutes: float
 
 
 class RecoverOptions(TypedDict, total=False):

@@ -14,7 +14,7 @@ span with one operator, so its plan ends contiguous where that is better.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -177,7 +177,10 @@ class Judge:
             if point in last:
                 held[point] = x
 
-        points = {point for span in moments for point in span}
+        self.read({point for span in moments for point in span}, visit, batch)
+
+    def read(self, points: Iterable[int], visit: Callable[[int, torch.Tensor], None], batch: Batch) -> None:
+        """Hands ``x_l`` of the batch to ``visit(l, x_l)`` in depth order."""
         read_residuals(self.loaded.model, points, visit, batch.input_ids, batch.attention_mask)
 
     def error(self, plan: PrunePlan) -> float:

@@ -53,6 +53,7 @@ CRITERIA: dict[str, Criterion] = {
     "lorp": Criterion("cosines:lorp", protect=(1, 1)),
     "residual": Criterion("after_recovery:residual"),
     "residual-greedy": Criterion("after_recovery:residual_greedy"),
+    "search": Criterion("search:search", protect=(1, 1)),
 }
 
 #: Criteria whose score ``prune-and-comp`` may rank by; their protection is its own then.

@@ -115,29 +115,32 @@ class Predictions:
         judging = (b for b in calibration.batches(loaded.device, tokens=1) if judges(b.sequences.start))
         self.loaded = loaded
         self.batches = list(itertools.islice(judging, SEQUENCES))
-        head = loaded.model.get_output_embeddings()
-        self.head: nn.Module = head
-        self.dense = [self._log_probabilities(batch).half() for batch in self.batches]
+        self.dense = [_log_probabilities(loaded, batch).half() for batch in self.batches]
 
     def divergences(self, point: int, stream: Stream) -> list[float]:
         """Mean KL in nats of every sequence when the dense model goes on from ``stream`` as its ``x_point``."""
-        found = []
-        for batch, dense in zip(self.batches, self.dense, strict=True):
-            x = stream(batch, block_calls(self.loaded, batch))
-            log_p, log_q = dense.float(), self._log_probabilities(batch, point, x)
-            found.append(float((log_p.exp() * (log_p - log_q)).sum(1).mean()))
-        return found
+        streams = (stream(batch, block_calls(self.loaded, batch)) for batch in self.batches)
+        return [self.divergence(index, self.loaded, point, x) for index, x in enumerate(streams)]
 
-    @torch.no_grad()
-    def _log_probabilities(self, batch: Batch, point: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
-        """``[n, V]`` float32 of the real positions looked at; the head runs at those alone."""
+    def divergence(self, index: int, other: LoadedModel, point: int, x: torch.Tensor) -> float:
+        """Mean KL in nats on one of the sequences when another model goes on from ``x`` as its ``x_point``."""
+        log_p = self.dense[index].float()
+        log_q = _log_probabilities(other, self.batches[index], point, x)
+        return float((log_p.exp() * (log_p - log_q)).sum(1).mean())
 
-        def only(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return (args[0][batch.mask.to(args[0].device)][::STRIDE], *args[1:])
 
-        handle = self.head.register_forward_pre_hook(only)
-        try:
-            logits = go_on(self.loaded, batch, point, x)
-        finally:
-            handle.remove()
-        return logits.float().log_softmax(1)
+@torch.no_grad()
+def _log_probabilities(
+    loaded: LoadedModel, batch: Batch, point: int = 0, x: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``[n, V]`` float32 of the real positions looked at; the head runs at those alone."""
+
+    def only(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0][batch.mask.to(args[0].device)][::STRIDE], *args[1:])
+
+    handle = loaded.model.get_output_embeddings().register_forward_pre_hook(only)
+    try:
+        logits = go_on(loaded, batch, point, x)
+    finally:
+        handle.remove()
+    return logits.float().log_softmax(1)

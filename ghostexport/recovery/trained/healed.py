@@ -85,7 +85,7 @@ def heal(
     rank = section.heal_rank
     highest = section.learning_rate or LEARNING_RATE * (1 if rank is None else RATE)
     settings: dict[str, Any] = {"epochs": section.epochs or 1, "rate": highest, "rank": rank}
-    settings["matmuls"] = "bfloat16" if _has_bfloat16(loaded.device) else "float32"
+    settings["matmuls"] = "bfloat16" if has_bfloat16(loaded.device) else "float32"
     student = Student(loaded, start, rank)
     with _folder(loaded, start, calibration, held_out, settings, execution) as folder:
         say_cost(student, calibration, settings["epochs"], execution)
@@ -119,9 +119,9 @@ class Student:
         self.parameters = self._thaw()
         self.low = [] if rank is None else self._lower(rank)
         self.outputs = num_outputs(dense.model, dense.blocks)
-        self.half = _has_bfloat16(dense.device)
+        self.half = has_bfloat16(dense.device)
         for module in self.boundaries:
-            _keep_float32(module)
+            keep_float32(module)
 
     @property
     def count(self) -> int:
@@ -331,7 +331,7 @@ def _trained(operator: Operator, module: BoundaryModule) -> Operator:
     return replace(operator, kind="ghost-healed", folds=(), factors=factors, **own)
 
 
-def _keep_float32(module: BoundaryModule) -> None:
+def keep_float32(module: BoundaryModule) -> None:
     """Products with the maps stay float32: the stream that they read is not normalised."""
     change, device = module.change, next(module.parameters()).device.type
 
@@ -342,7 +342,7 @@ def _keep_float32(module: BoundaryModule) -> None:
     module.change = exact  # type: ignore[method-assign]
 
 
-def _has_bfloat16(device: torch.device) -> bool:
+def has_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 products are faster than float32 ones there."""
     if device.type == "cpu":
         asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))

@@ -36,7 +36,7 @@ PLAN = PrunePlan.from_spans(6, [[2, 3], [4, 5]])
 
 @pytest.fixture
 def loaded(monkeypatch):
-    monkeypatch.setattr(healed, "_has_bfloat16", lambda device: False)
+    monkeypatch.setattr(healed, "has_bfloat16", lambda device: False)
     return models.from_memory(tiny("llama"))
 
 
@@ -192,7 +192,7 @@ def test_with_a_rank_every_linear_layer_changes_by_a_matrix_of_that_rank(loaded)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_half_precision_model_is_trained_in_float32_without_fast_bfloat16(monkeypatch, dtype):
-    monkeypatch.setattr(healed, "_has_bfloat16", lambda device: False)
+    monkeypatch.setattr(healed, "has_bfloat16", lambda device: False)
     loaded = models.from_memory(tiny("llama").to(getattr(torch, dtype)))
     found = recovered(loaded, "ghost-healed")["ghost-healed"]
     assert found.operators[0].fit["kl_after"] < found.operators[0].fit["kl_before"]
