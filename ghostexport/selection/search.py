@@ -270,7 +270,7 @@ class Search:
         if self.path is None or not self.path.exists():
             return
         kept = json.loads(self.path.read_text(encoding="utf-8"))
-        self.before, self.alone = kept["seconds"], {block: loss for block, loss in kept["alone"]}
+        self.before, self.alone = kept["seconds"], dict(kept["alone"])
         self.starts = {name: tuple(blocks) for name, blocks in kept["starts"].items()}
         for blocks, probed, loss in kept["plans"]:
             self.probed[tuple(blocks)] = probed

@@ -1,4 +1,4 @@
-"""The plan search: the optimum of all repaired plans, the same each time, within its time, going on where it stopped."""
+"""The plan search: the best of all repaired plans, the same each time, within its time, going on where it stopped."""
 
 from __future__ import annotations
 
