@@ -262,38 +262,38 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
         GhostExportError: any of :mod:`ghostexport.errors`; finished stages are kept.
     """
     execution = execution or Execution()
-    recipe = _resolved(recipe, execution, goal)
+    recipe, loaded = _resolved(recipe, execution, goal)
     with folder.lock():
         write_bytes(folder.recipe_path, recipe.to_yaml().encode())
         wanted = _wanted(goal, recipe)
         early = [stage for stage in wanted if stage.name in ("calibrate", "select")]
         if len(early) == 2 and not all(_is_current(stage, folder, recipe, execution) for stage in early):
-            preflight(recipe, execution, goal)
+            preflight(recipe, execution, goal, loaded)
+        del loaded
         for stage in wanted:
             _run_stage(stage, folder, recipe, execution)
 
 
-def preflight(recipe: Recipe, execution: Execution, goal: str) -> None:
+def preflight(recipe: Recipe, execution: Execution, goal: str, loaded: LoadedModel | None = None) -> None:
     """Refuses, before a token is drawn, what a stage on the way to ``goal`` would refuse of this model and machine.
+
+    ``loaded`` is the recipe's model where the caller holds it.
 
     Raises:
         GhostExportError: as that stage; the message says what works instead.
     """
+    from ghostexport import exporters, runtimes
     from ghostexport.recovery.recover import require_folded, require_operators
 
     names = {stage.name for stage in _wanted(goal, recipe)}
     if goal == CHECKPOINT:
         require_folded(recipe.recover)
     if "build" in names:
-        from ghostexport import runtimes
-
         for name in recipe.build.runtimes:
             runtimes.require_buildable(name, recipe.build, recipe.quantize.format)
-    loaded = _loaded(recipe, execution)
+    loaded = loaded or _loaded(recipe, execution)
     require_operators(loaded, recipe.recover, recipe.select.spans, recipe.calibration.sequences)
     if "export" in names:
-        from ghostexport import exporters
-
         exporters.require_exportable(loaded.model, recipe.export.exporter)
 
 
@@ -373,24 +373,27 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _resolved(recipe: Recipe, execution: Execution, goal: str) -> Recipe:
+def _resolved(recipe: Recipe, execution: Execution, goal: str) -> tuple[Recipe, LoadedModel | None]:
+    """The recipe with nothing left to choose on the way to ``goal``, and the model where that had to be looked at."""
+    loaded = None
     if recipe.recover.weights is not None and recipe.select.prune is None and recipe.select.spans is None:
         from ghostexport.recovery.trained.tuned import removed_spans
 
-        spans = removed_spans(_loaded(recipe, execution), recipe.recover, execution)
+        loaded = _loaded(recipe, execution)
+        spans = removed_spans(loaded, recipe.recover, execution)
         recipe = recipe.model_copy(update={"select": recipe.select.model_copy(update={"spans": spans})})
     recipe.select.require_removal()
     if {BEST, HEAL} & {*map(base_operator, recipe.recover.operators)} and goal not in ("calibrate", "export"):
         from ghostexport.recovery.recover import resolve_best
 
         cuts = None if recipe.select.spans is None else [start for start, _ in recipe.select.spans]
-        loaded, sequences = _loaded(recipe, execution), recipe.calibration.sequences
+        loaded, sequences = loaded or _loaded(recipe, execution), recipe.calibration.sequences
         section = resolve_best(recipe.recover, loaded, cuts, sequences, execution)
         recipe = recipe.model_copy(update={"recover": section})
-    if recipe.build.runtimes:
-        return recipe
+    if recipe.build.runtimes or "build" not in {stage.name for stage in _wanted(goal, recipe)}:
+        return recipe, loaded
     from ghostexport import runtimes
 
     name, reason = runtimes.default_runtime()
     execution.say(f"runtime: {name} ({reason})")
-    return recipe.model_copy(update={"build": recipe.build.model_copy(update={"runtimes": (name,)})})
+    return recipe.model_copy(update={"build": recipe.build.model_copy(update={"runtimes": (name,)})}), loaded

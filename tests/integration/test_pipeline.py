@@ -150,3 +150,37 @@ def test_a_killed_run_continues_and_ends_in_the_same_bytes(run, tiny_model, text
     assert done.returncode == 0, done.stderr
     for name in ("plan.json", "operators/ghost.safetensors", "onnx/ghost.onnx.data"):
         assert (folder / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_a_goal_before_build_asks_for_no_runtime_and_the_checks_load_the_model_once(
+    tiny_model, text_file, tmp_path, monkeypatch
+):
+    from ghostexport import models, runtimes
+    from ghostexport.cli import resolve
+    from ghostexport.errors import RuntimeUnavailableError
+    from ghostexport.pipeline import CHECKPOINT
+    from ghostexport.pipeline import run as run_pipeline
+
+    def none_here():
+        raise RuntimeUnavailableError("No runtime is installed.", "pip install one.")
+
+    loads, load = [], models.load_model
+    monkeypatch.setattr(runtimes, "default_runtime", none_here)
+    monkeypatch.setattr(models, "load_model", lambda *a, **k: loads.append(a) or load(*a, **k))
+    flags = {
+        "calibration": {"source": str(text_file), "sequences": 24, "length": 64},
+        "select": {"prune": 2},
+        "recover": {"operators": ["ghost-zero"], "quality": None},
+    }
+    recipe, folder = resolve(str(tiny_model), tmp_path / "run", None, flags)
+    run_pipeline(recipe, folder, goal=CHECKPOINT)
+    assert (tmp_path / "run" / "checkpoint" / "ghost-zero" / "config.json").is_file()
+    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["build"]["runtimes"] == []
+
+    flags["recover"] = {"quality": "best"}
+    recipe, folder = resolve(str(tiny_model), tmp_path / "best", None, flags)
+    del loads[:]
+    run_pipeline(recipe, folder, goal="select")
+    assert len(loads) == 2  # what best becomes and the checks; the stage itself
+    with pytest.raises(RuntimeUnavailableError):
+        run_pipeline(recipe, folder, goal="build")
