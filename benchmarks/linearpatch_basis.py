@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from quality_texts import calibration_windows, held_out_windows, pools
 
 from ghostexport import models
+from ghostexport.benchmarking.statistics import differences
 from ghostexport.calibration import CalibrationSet
-from ghostexport.evaluation.intervals import differences
 from ghostexport.evaluation.text import QualityMeter, measure, torch_forward
 from ghostexport.execution import Execution
 from ghostexport.files import write_json

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from quality_figures import draw_criteria, draw_depths
 
-from ghostexport.evaluation.intervals import paired_average
+from ghostexport.benchmarking.statistics import paired_average
 from ghostexport.evaluation.tasks import compare, summarise
 from ghostexport.files import write_bytes, write_json
 from ghostexport.recovery.registry import OPERATORS as KINDS

@@ -1,8 +1,8 @@
 """The benchmark: how much faster, how much smaller, how much worse, on this device.
 
 Reading order: :mod:`workloads` (what is run), :mod:`measuring` (how), :mod:`statistics`, :mod:`ideal`, :mod:`result`
-(verdicts and the JSON). :func:`bench` puts them together, :mod:`bench_run` runs it on a run folder. Probes of the
-machine are in :mod:`machine`, the page made of the results in :mod:`ghostexport.report`.
+(verdicts and the JSON). :func:`bench` puts them together, :mod:`bench_run` runs it on a run folder. Probes are in
+:mod:`machine` and :mod:`energy`, the page made of the results in :mod:`ghostexport.report`.
 """
 
 from ghostexport.benchmarking.benchmark import bench

@@ -13,8 +13,7 @@ from ghostexport import runtimes
 from ghostexport.benchmarking.benchmark import bench
 from ghostexport.benchmarking.engine_checks import agreements, engine_quality
 from ghostexport.benchmarking.ideal import VariantFacts, read_facts
-from ghostexport.benchmarking.layers import write_layers
-from ghostexport.benchmarking.measuring import Loaders
+from ghostexport.benchmarking.measuring import Loaders, write_layers
 from ghostexport.benchmarking.result import BenchReport
 from ghostexport.calibration import CalibrationSet
 from ghostexport.calibration import load as load_calibration

@@ -9,10 +9,9 @@ from typing import Any
 
 import psutil
 
+from ghostexport.benchmarking.energy import EnergyMeter, find_meter
 from ghostexport.benchmarking.ideal import Ceilings, VariantFacts, ideal_speedup, measure_ceilings
-from ghostexport.benchmarking.machine.card import MachineWatch, card
-from ghostexport.benchmarking.machine.energy import EnergyMeter, find_meter
-from ghostexport.benchmarking.machine.memory import device_bytes
+from ghostexport.benchmarking.machine import MachineWatch, card, device_bytes
 from ghostexport.benchmarking.measuring import Cell, Footprint, Loaders, SessionPool, footprint, measure
 from ghostexport.benchmarking.result import BenchReport, compare_cells
 from ghostexport.benchmarking.workloads import METRICS, Clock, Workload, grid, why_not

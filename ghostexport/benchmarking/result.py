@@ -6,7 +6,7 @@ Top level of ``bench/<runtime>.json`` (all times in seconds, all sizes in bytes;
 schema              ``ghostexport.bench/1``; the number grows when a reader of the old one would misread
 runtime, clock      runtime's name; ``perf_counter_ns`` or ``cuda-events``
 created             UTC, ISO 8601
-card                device, CPU, memory, OS, versions, power mode (``benchmarking.machine.card``)
+card                device, CPU, memory, OS, versions, power mode (``benchmarking.machine``)
 settings            the recipe's bench section; ``recipe_sha256`` of the whole recipe
 ceilings            bytes_per_second, flops_per_second, dtype, method; null when not measured
 workloads           name, kind, batch, tokens, past, steps

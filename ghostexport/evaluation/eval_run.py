@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ghostexport import calibration, models
+from ghostexport.benchmarking.statistics import differences
 from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.cut_errors import boundary_errors
-from ghostexport.evaluation.intervals import differences
 from ghostexport.evaluation.tasks import ask, compare, summarise
 from ghostexport.evaluation.text import Forward, QualityMeter, continuation, measure, torch_forward
 from ghostexport.execution import Execution

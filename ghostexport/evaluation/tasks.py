@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from ghostexport.benchmarking.statistics import paired_average, paired_mean
 from ghostexport.errors import RecipeError, RuntimeUnavailableError
-from ghostexport.evaluation.intervals import paired_average, paired_mean
 from ghostexport.execution import Execution
 from ghostexport.validation import require_name
 

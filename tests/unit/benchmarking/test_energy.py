@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from ghostexport.benchmarking import benchmark
-from ghostexport.benchmarking.machine.energy import PERIOD, NvmlMeter, find_meter
+from ghostexport.benchmarking.energy import PERIOD, NvmlMeter, find_meter
 from ghostexport.execution import Execution
 from ghostexport.recipe import BenchSection
 from tests.unit.benchmarking.synthetic import CEILINGS, FakeClock, SyntheticSession, engine, facts

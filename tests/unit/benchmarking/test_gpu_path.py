@@ -10,12 +10,11 @@ import time
 import onnx
 import pytest
 
-from ghostexport.benchmarking import bench
+from ghostexport.benchmarking import bench, machine
 from ghostexport.benchmarking.bench_run import write_bench
 from ghostexport.benchmarking.engine_checks import engine_agrees
 from ghostexport.benchmarking.ideal import read_facts
-from ghostexport.benchmarking.layers import EXECUTIONS
-from ghostexport.benchmarking.machine import card as machine
+from ghostexport.benchmarking.measuring import EXECUTIONS
 from ghostexport.execution import Execution
 from ghostexport.recipe import BenchSection
 from ghostexport.runfolder import RunFolder

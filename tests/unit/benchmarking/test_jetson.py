@@ -2,8 +2,8 @@
 
 import pytest
 
-from ghostexport.benchmarking.machine import card as machine
-from ghostexport.benchmarking.machine.card import jetson_card, jetson_gpu_mhz
+from ghostexport.benchmarking import machine
+from ghostexport.benchmarking.machine import jetson_card, jetson_gpu_mhz
 
 ORIN = "nvidia,p3768-0000+p3767-0005-super\0nvidia,p3767-0005\0nvidia,tegra234\0"
 NANO = "nvidia,p3449-0000-b00+p3448-0000-b00\0nvidia,jetson-nano\0nvidia,tegra210\0"

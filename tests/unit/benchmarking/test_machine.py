@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from ghostexport.benchmarking.ideal import measure_ceilings
-from ghostexport.benchmarking.machine.card import MachineWatch, card, condition_flags
-from ghostexport.benchmarking.machine.memory import peak_bytes, process_bytes, release_free_memory, reset_peak
+from ghostexport.benchmarking.machine import (
+    MachineWatch,
+    card,
+    condition_flags,
+    peak_bytes,
+    process_bytes,
+    release_free_memory,
+    reset_peak,
+)
 
 
 def snapshots(key, values):

@@ -1,4 +1,4 @@
-from ghostexport.benchmarking.machine.card import MachineWatch
+from ghostexport.benchmarking.machine import MachineWatch
 from ghostexport.benchmarking.measuring import SessionPool, measure
 from ghostexport.benchmarking.workloads import Workload
 from tests.unit.benchmarking.synthetic import VOCABULARY, FakeClock, SyntheticSession

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ghostexport.evaluation.intervals import differences, paired_average, paired_mean
+from ghostexport.benchmarking.statistics import differences, paired_average, paired_mean
 from ghostexport.evaluation.text import WindowSums
 
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from ghostexport.benchmarking.layers import LayerProfile, trtexec_profile, write_layers
+from ghostexport.benchmarking.measuring import LayerProfile, trtexec_profile, write_layers
 from ghostexport.errors import RunFolderError
 from ghostexport.report.page import render, render_sweep
 from ghostexport.report.plots import pool, scores

@@ -1,4 +1,4 @@
-"""The machine while it is measured: card, clocks, temperature, throttling, and load by others.
+"""The machine while it is measured: card, clocks, temperature, throttling, load by others, and memory.
 
 Of a Jetson also what ``nvpmodel -q`` and ``sudo jetson_clocks --show`` tell: power mode, and whether clocks are locked.
 The clocks are read from sysfs, where ``jetson_clocks`` sets the minimum of every clock to its maximum: that needs no
@@ -7,9 +7,12 @@ root, unlike the command itself. The memory clock is only readable by root and l
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Mapping
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ghostexport.benchmarking.machine.energy import visible_gpu
+from ghostexport.benchmarking.energy import visible_gpu
 
 #: Share of the machine's CPU time used by other processes above which a run is flagged.
 OTHER_LOAD_LIMIT = 0.05
@@ -232,3 +235,53 @@ def file_text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
+
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def process_bytes() -> int | None:
+    """Resident memory of this process now."""
+    return _status("VmRSS")
+
+
+def reset_peak() -> bool:
+    """Starts a new peak measurement (Linux: writes 5 to ``clear_refs``); False where the kernel does not allow it."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes() -> int | None:
+    """Peak resident memory since :func:`reset_peak` (since the start of the process where that failed)."""
+    return _status("VmHWM")
+
+
+def release_free_memory() -> None:
+    """Gives freed memory back to the system, so that the next variant starts from the same floor (glibc only)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def device_bytes() -> int | None:
+    """Memory in use on the CUDA device, by everybody; None without one."""
+    import sys
+
+    torch = sys.modules.get("torch")  # a GPU session has imported it; a CPU bench need not
+    if torch is None or not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def _status(key: str) -> int | None:
+    try:
+        match = re.search(rf"^{key}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match.group(1)) * 1024 if match else None

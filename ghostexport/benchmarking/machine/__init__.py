@@ -1,1 +1,0 @@
-"""Probes of the machine that measures: what it is, its energy, its memory."""
