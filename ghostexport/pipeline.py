@@ -12,19 +12,19 @@ resumes after a crash. A stage is a function ``(RunFolder, Recipe, Execution) ->
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ghostexport.errors import RecipeError, RunFolderError
+from ghostexport.errors import GhostExportError, RecipeError, RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
+from ghostexport.manifest import versions_of
 from ghostexport.recipe import BEST, HEAL, Recipe, base_operator, float_variant
-from ghostexport.runfolder import RunFolder
+from ghostexport.runfolder import Outside, RunFolder
 
 if TYPE_CHECKING:
     from ghostexport.models import LoadedModel
@@ -201,9 +201,10 @@ def build(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]
     from ghostexport import runtimes
 
     written: list[Path] = []
+    variants = folder.variants(recipe.variants)
     for name in recipe.build.runtimes:
-        for done, variant in enumerate(recipe.variants):
-            execution.progress(f"build {name}", done, len(recipe.variants))
+        for done, variant in enumerate(variants):
+            execution.progress(f"build {name}", done, len(variants))
             graph, target = folder.graph_path(variant), folder.engine_path(name, variant)
             written += runtimes.build_engine(name, graph, target, variant, recipe.build, execution).files
     return written
@@ -298,27 +299,25 @@ def preflight(recipe: Recipe, execution: Execution, goal: str, loaded: LoadedMod
 
 
 def _is_current(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> bool:
-    return folder.is_current(stage.name, *_depends_on(stage, folder, recipe, execution))
+    return folder.is_current(stage.name, *_depends_on(stage, folder, recipe), _outside(stage, recipe, execution))
 
 
-def _depends_on(
-    stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution
-) -> tuple[str, list[Path], dict[str, str]]:
+def _depends_on(stage: Stage, folder: RunFolder, recipe: Recipe) -> tuple[str, list[Path], dict[str, str]]:
     """Hash of the stage's sections, the files it reads, and the versions of its packages."""
-    sections = recipe.section_sha256(stage.sections)
-    return sections, _inputs(stage, folder, recipe, execution), _versions(stage.packages)
+    inputs = [path for need in _needs(stage, recipe) for path in folder.outputs(need)]
+    return recipe.section_sha256(stage.sections), inputs, versions_of(stage.packages)
 
 
 def _run_stage(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> None:
-    sections, inputs, versions = _depends_on(stage, folder, recipe, execution)
-    if folder.is_current(stage.name, sections, inputs, versions):
+    if _is_current(stage, folder, recipe, execution):
         execution.say(f"{stage.name}: current, kept")
         return
+    sections, inputs, versions = _depends_on(stage, folder, recipe)
     folder.forget(stage.name)
     started = time.monotonic()
-    outputs = stage.run(folder, recipe, execution)
-    folder.record(stage.name, sections, inputs, outputs, versions, time.monotonic() - started)
-    execution.say(f"{stage.name}: done in {time.monotonic() - started:.1f} s")
+    outputs, seconds = stage.run(folder, recipe, execution), time.monotonic() - started
+    folder.record(stage.name, sections, inputs, outputs, versions, seconds, _outside(stage, recipe, execution))
+    execution.say(f"{stage.name}: done in {seconds:.1f} s")
 
 
 def _wanted(goal: str, recipe: Recipe) -> list[Stage]:
@@ -338,13 +337,21 @@ def _needs(stage: Stage, recipe: Recipe) -> list[str]:
     return [need for need in stage.needs if need != QUANTIZE or recipe.quantize.format]
 
 
-def _inputs(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
-    from ghostexport import models
+def _outside(stage: Stage, recipe: Recipe, execution: Execution) -> Outside:
+    """The files of the model, and of tuned weights, that the stage reads; None where there are none, as on a device."""
 
-    files = models.source_files(_source(recipe, execution)) if "model" in stage.sections else []
-    if stage.name == "recover" and recipe.recover.weights is not None:
-        files = [*files, *models.source_files(Path(recipe.recover.weights))]
-    return [*files, *(path for need in _needs(stage, recipe) for path in folder.outputs(need))]
+    def files() -> dict[str, Path] | None:
+        try:
+            from ghostexport import models
+
+            folders = {"model": _source(recipe, execution)} if "model" in stage.sections else {}
+            if stage.name == "recover" and recipe.recover.weights is not None:
+                folders["weights"] = Path(recipe.recover.weights)
+            return {f"{role}/{p.name}": p for role, place in folders.items() for p in models.source_files(place)}
+        except (ImportError, GhostExportError, OSError):
+            return None
+
+    return files
 
 
 def _source(recipe: Recipe, execution: Execution) -> Path:
@@ -361,16 +368,6 @@ def _loaded(recipe: Recipe, execution: Execution) -> LoadedModel:
     return models.load_model(
         section.source, section.dtype, execution, section.revision, trust_remote_code=section.trust_remote_code
     )
-
-
-def _versions(packages: Iterable[str]) -> dict[str, str]:
-    found = {"ghostexport": importlib.metadata.version("ghostexport")}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
 
 
 def _resolved(recipe: Recipe, execution: Execution, goal: str) -> tuple[Recipe, LoadedModel | None]:

@@ -9,8 +9,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,30 @@ import yaml
 from filelock import FileLock, Timeout
 
 from ghostexport.errors import RunFolderError
-from ghostexport.files import atomic_path, cannot_write, sha256_file, write_json
+from ghostexport.files import atomic_path, cannot_write, write_json
+from ghostexport.manifest import (
+    OLD_SCHEMAS,
+    SCHEMA,
+    fingerprint,
+    machine,
+    matches,
+    migrate,
+    ran_here,
+    same_packages,
+)
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import float_variant
+from ghostexport.runfiles import RunFiles
 
-SCHEMA = "ghostexport.manifest/2"
 #: Folders that calibrate, select and recover never read, and that may be large.
 AFTER_RECOVERY = ("onnx", "engines", "bench")
 #: Of ``bench/<runtime>.json``; the number grows when a reader of the old one would misread.
 BENCH_SCHEMA = "ghostexport.bench/1"
-#: Folders of this schema are migrated when they are first read: two files have other names since.
-_OLD_SCHEMA = "ghostexport.manifest/1"
+#: Files that had other names in the first schema.
 _RENAMED = {"eval.json": "engine_quality.json", "evaluation.json": "model_quality.json"}
+#: Names of the files outside the folder that a stage read, by role; None where they cannot be looked at.
+Outside = Callable[[], "Mapping[str, Path] | None"]
 
 
 class RunFolder:
@@ -186,7 +196,7 @@ class RunFolder:
         if not self.manifest_path.exists():
             return {"schema": SCHEMA, "stages": {}}
         data = _json(self.manifest_path, "Use a new folder with -o.")
-        if data.get("schema") == _OLD_SCHEMA:
+        if data.get("schema") in OLD_SCHEMAS:
             return self._migrated(data)
         if data.get("schema") != SCHEMA:
             raise RunFolderError(
@@ -197,34 +207,51 @@ class RunFolder:
     def _migrated(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """Renames the files, then writes the manifest: a crash in between is made good by the next reader."""
         try:
-            for old, new in _RENAMED.items():
+            for old, new in _RENAMED.items() if manifest["schema"] == OLD_SCHEMAS[0] else ():
                 if (self.path / old).exists():
                     (self.path / old).replace(self.path / new)
         except OSError as error:
             raise cannot_write(self.path, error) from error
-        for entry in manifest["stages"].values():
-            entry["outputs"] = {_RENAMED.get(key, key): record for key, record in entry["outputs"].items()}
-        manifest["schema"] = SCHEMA
-        write_json(self.manifest_path, manifest)
-        return manifest
+        migrated = migrate(manifest, _RENAMED)
+        write_json(self.manifest_path, migrated)
+        return migrated
 
-    def is_current(self, stage: str, sections: str, inputs: Iterable[Path], versions: Mapping[str, str]) -> bool:
-        """Whether ``stage`` finished with the same recipe sections, inputs and versions, and its outputs are intact.
+    def variants(self, named: Iterable[str]) -> tuple[str, ...]:
+        """Of the recipe's variants those that are here: all of them, but in a pack the packed ones."""
+        packed = self.manifest().get("variants")
+        return tuple(variant for variant in named if packed is None or variant in packed)
+
+    def is_current(
+        self,
+        stage: str,
+        sections: str,
+        inputs: Iterable[Path],
+        versions: Mapping[str, str],
+        outside: Outside = lambda: None,
+    ) -> bool:
+        """Whether ``stage`` finished with the same recipe sections and inputs, and its outputs are intact.
+
+        On the machine where it ran, also with the same versions and files outside the folder.
 
         Raises:
             RunFolderError: the stage finished, nothing it depends on changed, but an output was edited or truncated.
         """
         entry = self.manifest()["stages"].get(stage)
-        if entry is None or entry["sections"] != sections or entry["versions"] != dict(versions):
+        if entry is None or entry["sections"] != sections or not same_packages(entry, versions):
             return False
         if set(entry["inputs"]) != {self._key(path) for path in inputs}:
             return False
-        if any(not self._matches(record, key) for key, record in entry["inputs"].items()):
+        if any(not matches(record, self.path / key) for key, record in entry["inputs"].items()):
             return False
         if any(not (self.path / key).exists() for key in entry["outputs"]):
             return False
+        files, recorded = outside() if ran_here(entry) else None, entry.get("outside", {})
+        if files is not None and (
+            set(files) != set(recorded) or any(not matches(recorded[role], path) for role, path in files.items())
+        ):
+            return False
         for key, record in entry["outputs"].items():
-            if not self._matches(record, key):
+            if not matches(record, self.path / key):
                 raise RunFolderError(
                     f"{self.path / key} was changed after the {stage} stage wrote it (its hash differs).",
                     f"Delete the file to have it made again: ghostexport {stage} {self.path}",
@@ -239,14 +266,17 @@ class RunFolder:
         outputs: Iterable[Path],
         versions: Mapping[str, str],
         seconds: float,
+        outside: Outside = lambda: None,
     ) -> None:
         """Writes the stage's manifest entry: from now on it is finished."""
         manifest = self.manifest()
         manifest["stages"][stage] = {
             "sections": sections,
-            "inputs": {self._key(path): self._fingerprint(path) for path in inputs},
-            "outputs": {self._key(path): self._fingerprint(path) for path in outputs},
+            "inputs": {self._key(path): fingerprint(path) for path in inputs},
+            "outside": {role: fingerprint(path) for role, path in (outside() or {}).items()},
+            "outputs": {self._key(path): fingerprint(path) for path in outputs},
             "versions": dict(versions),
+            "machine": machine(),
             "seconds": round(seconds, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
@@ -260,8 +290,7 @@ class RunFolder:
     def is_outdated(self, stage: str) -> bool:
         """Whether a file of this folder that the finished stage read has changed since; False when none is recorded."""
         entry = self.manifest()["stages"].get(stage, {"inputs": {}})
-        own = {key: record for key, record in entry["inputs"].items() if not Path(key).is_absolute()}
-        return any(not self._matches(record, key) for key, record in own.items())
+        return any(not matches(record, self.path / key) for key, record in entry["inputs"].items())
 
     def forget(self, stage: str) -> None:
         """Removes a stage's manifest entry, so that a crash while it runs again leaves it unfinished."""
@@ -301,81 +330,7 @@ class RunFolder:
         return path
 
     def _key(self, path: Path) -> str:
-        return path.relative_to(self.path).as_posix() if path.is_relative_to(self.path) else str(path.absolute())
-
-    def _fingerprint(self, path: Path) -> dict[str, Any]:
-        stat = path.stat()
-        return {"sha256": sha256_file(path), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-
-    def _matches(self, record: Mapping[str, Any], key: str) -> bool:
-        path = self.path / key
-        if not path.exists():
-            return False
-        stat = path.stat()
-        if stat.st_size != record["bytes"]:
-            return False
-        # An untouched file is not hashed again: dense weights can be tens of gigabytes.
-        return bool(stat.st_mtime_ns == record["mtime_ns"] or sha256_file(path) == record["sha256"])
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """The parsed files of one run; what is missing is None or empty.
-
-    Attributes:
-        path, finished: the run folder; its finished stages.
-        outdated: of bench and eval those that read a file which has changed since.
-        recipe_text, recipe: the recipe as text and as data.
-        plan: the plan as data.
-        engine_quality: by bench.
-        model_quality: by eval; nothing where the plan, an operator or a graph has changed since.
-        parity: by verify.
-        benches: runtime -> figures.
-        sidecars: runtime -> variant -> engine sidecar.
-        surgery: variant -> surgery report.
-        quantization: quantised variant -> quantisation report.
-        operators: variant -> operators.
-    """
-
-    path: Path
-    finished: tuple[str, ...]
-    outdated: frozenset[str]
-    recipe_text: str | None
-    recipe: dict[str, Any]
-    plan: dict[str, Any] | None
-    engine_quality: dict[str, Any]
-    model_quality: dict[str, Any]
-    parity: dict[str, Any]
-    benches: dict[str, dict[str, Any]]
-    sidecars: dict[str, dict[str, dict[str, Any]]]
-    surgery: dict[str, dict[str, Any]]
-    quantization: dict[str, dict[str, Any]]
-    operators: dict[str, OperatorSet]
-
-    @property
-    def model(self) -> str:
-        return str(self.recipe.get("model", {}).get("source", self.path.name))
-
-    @property
-    def cut(self) -> str:
-        """Such as ``[10, 17) of 30 blocks``."""
-        if self.plan is None:
-            return "no plan yet"
-        spans = ", ".join(f"[{start}, {stop})" for start, stop in self.plan["removed"])
-        return f"{spans or 'nothing'} of {self.plan['num_blocks']} blocks"
-
-    @property
-    def num_removed(self) -> int:
-        return sum(stop - start for start, stop in self.plan["removed"]) if self.plan else 0
-
-    @property
-    def variants(self) -> list[str]:
-        """In report order, from whatever names them."""
-        operators = self.recipe.get("recover", {}).get("operators", [])
-        named = [v for b in self.benches.values() for v in b["variants"]]
-        measured = [v for found in (self.engine_quality, self.model_quality) for v in found.get("variants", {})]
-        found = dict.fromkeys(["dense", "pruned", *operators, *named, *measured, *self.operators, *self.quantization])
-        return sorted(found, key=lambda name: name != float_variant(name))  # the quantised ones last
+        return path.relative_to(self.path).as_posix()
 
 
 def _json(path: Path, remedy: str = "Delete it and run the stage again.") -> dict[str, Any]:

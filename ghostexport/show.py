@@ -15,7 +15,8 @@ from rich.table import Table
 
 from ghostexport.errors import RunFolderError
 from ghostexport.recipe import parse_recipe, read_recipe
-from ghostexport.runfolder import RunFiles, RunFolder
+from ghostexport.runfiles import RunFiles
+from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
     from ghostexport.quantization.writer import QuantizationReport, QuantizedLinear

@@ -7,7 +7,7 @@ from typing import Any
 
 from ghostexport.recipe import BEST, HEAL, REFIT, float_variant
 from ghostexport.report.table import headline
-from ghostexport.runfolder import RunFiles
+from ghostexport.runfiles import RunFiles
 
 #: From here on a speed-up is all that the arithmetic allows; below, something else takes the time.
 NEAR_IDEAL = 0.9

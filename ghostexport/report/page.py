@@ -25,7 +25,8 @@ from ghostexport.report.sections import (
     selection_section,
 )
 from ghostexport.report.table import Row, headline, quality_rows, sentences, size_rows, speed_rows
-from ghostexport.runfolder import RunFiles, RunFolder
+from ghostexport.runfiles import RunFiles
+from ghostexport.runfolder import RunFolder
 
 #: Heat maps drawn; more boundaries are listed in the table only.
 MAX_HEAT_MAPS = 6

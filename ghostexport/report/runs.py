@@ -12,7 +12,8 @@ from ghostexport.benchmarking.statistics import Interval, unpaired_ratio
 from ghostexport.errors import RunFolderError
 from ghostexport.report import plots
 from ghostexport.report.table import headline
-from ghostexport.runfolder import RunFiles, RunFolder
+from ghostexport.runfiles import RunFiles
+from ghostexport.runfolder import RunFolder
 
 COMPARISON_SCHEMA = "ghostexport.compare/1"
 

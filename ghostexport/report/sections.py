@@ -10,7 +10,7 @@ from typing import Any
 
 from ghostexport.report import plots
 from ghostexport.report.table import Row
-from ghostexport.runfolder import RunFiles
+from ghostexport.runfiles import RunFiles
 
 
 @dataclass

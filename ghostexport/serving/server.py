@@ -73,7 +73,6 @@ def make_app(speaker: Speaker, queue: int = 8) -> Any:
     """
     try:
         from fastapi import FastAPI, HTTPException
-        from fastapi.responses import StreamingResponse
     except ImportError as error:
         raise RuntimeUnavailableError(
             f"The server needs FastAPI: {error}.", "pip install 'ghostexport[serve]'"
@@ -81,7 +80,7 @@ def make_app(speaker: Speaker, queue: int = 8) -> Any:
 
     app, turns = FastAPI(title="ghostexport"), _Turns(queue)
     _explain_errors(app)
-    started = int(time.time())
+    started, stream = int(time.time()), _leaving(turns)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -100,7 +99,7 @@ def make_app(speaker: Speaker, queue: int = 8) -> Any:
             raise
         shape = _Shape(speaker.name, chat)
         if options.stream:
-            return StreamingResponse(_events(turns, answer, shape), media_type="text/event-stream")
+            return stream(_events(turns, answer, shape), media_type="text/event-stream")
         try:
             async with turns.turn:
                 text = await asyncio.to_thread(answer.text)
@@ -153,6 +152,20 @@ class _Turns:
         self._inside -= 1
 
 
+def _leaving(turns: _Turns) -> Any:
+    """A response that leaves the queue also when the client goes away before the first event, unseen by generators."""
+    from fastapi.responses import StreamingResponse
+
+    class Stream(StreamingResponse):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                turns.leave()
+
+    return Stream
+
+
 class _Shape:
     """The JSON of the API for one answer."""
 
@@ -177,15 +190,12 @@ class _Shape:
 
 async def _events(turns: _Turns, answer: Answer, shape: _Shape) -> AsyncIterator[str]:
     """Server-sent events; a client that goes away ends the answer."""
-    try:
-        async with turns.turn:
-            pieces = iter(answer)
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                yield f"data: {json.dumps(shape.piece(piece))}\n\n"
-        yield f"data: {json.dumps(shape.piece('', answer.finish_reason))}\n\n"
-        yield "data: [DONE]\n\n"
-    finally:
-        turns.leave()
+    async with turns.turn:
+        pieces = iter(answer)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield f"data: {json.dumps(shape.piece(piece))}\n\n"
+    yield f"data: {json.dumps(shape.piece('', answer.finish_reason))}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 def _request(options: Options, chat: bool) -> Request:

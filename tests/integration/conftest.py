@@ -11,6 +11,8 @@ from tests.tiny import tiny_folder
 
 #: Enough text for C = 64 (at least 2 C tokens), every document different.
 SENTENCE = "Block number {0} of the garden holds {1} trees, {2} stones and one small river that runs to the {3}.\n"
+#: Of a model that converses.
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 PLACES = ("north", "south", "east", "west", "sea")
 
 
@@ -44,6 +46,34 @@ def exported_run(tiny_model):
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="session")
+def built_run(tiny_model):
+    """A finished run of a model that converses, int8 variants and engines included; nobody may write into it."""
+    from ghostexport import models
+    from ghostexport.cli import resolve
+    from ghostexport.execution import Execution
+    from ghostexport.pipeline import run as run_pipeline
+
+    path = Path(os.environ[FOLDER]) / "built-run"
+    with FileLock(f"{path}.lock"):
+        source = path.with_name("conversing-model")
+        if not source.exists():
+            models.save_model(models.load_model(str(tiny_model), "float32", Execution(device="cpu")), source)
+            (source / "chat_template.jinja").write_text(TEMPLATE)
+            (source / "LICENSE").write_text("Do what you like.")
+        given = {
+            "calibration": {"source": str(write_text(path.with_name("text.txt"))), "sequences": 24, "length": 64},
+            "select": {"prune": 2},
+            "recover": {"operators": ["ghost", "ghost-zero+refit"]},
+            "quantize": {"format": ["int8"]},
+            "build": {"runtimes": ["onnxruntime"]},
+            "bench": {"preset": "quick", "repeats": 2, "eval_tokens": 64},
+        }
+        recipe, folder = resolve(str(source), path, None, given)
+        run_pipeline(recipe, folder, goal="build")
+    return folder
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Generating, chatting and serving from a run folder, against PyTorch, transformers and the real OpenAI client."""
 
+import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -16,31 +18,14 @@ from ghostexport.execution import Execution
 from ghostexport.serving.codec import Codec
 from ghostexport.serving.generation import Sampling, filter_logits
 from ghostexport.serving.speaker import Request, open_speaker
+from tests.integration.conftest import TEMPLATE
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 PROMPTS = ("Block number 7", "the river", "A", "stones and trees", "north " * 30)
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model, text_file, tmp_path_factory):
-    from ghostexport.cli import resolve
-    from ghostexport.pipeline import run as run_pipeline
-
-    source = tmp_path_factory.mktemp("talking") / "model"
-    loaded = models.load_model(str(tiny_model), "float32", Execution(device="cpu"))
-    models.save_model(loaded, source)
-    (source / "chat_template.jinja").write_text(TEMPLATE)
-    (source / "LICENSE").write_text("Do what you like.")
-    given = {
-        "calibration": {"source": str(text_file), "sequences": 24, "length": 64},
-        "select": {"prune": 2},
-        "recover": {"operators": ["ghost"]},
-        "quantize": {"format": ["int8"]},
-        "build": {"runtimes": ["onnxruntime"]},
-    }
-    recipe, folder = resolve(str(source), tmp_path_factory.mktemp("talking") / "run", None, given)
-    run_pipeline(recipe, folder, goal="build")
-    return folder
+def run(built_run):
+    return built_run
 
 
 @pytest.fixture(scope="module")
@@ -174,19 +159,65 @@ def test_the_openai_client(client, speaker):
         client.chat.completions.create(**how | {"temperature": -1})
 
 
-def test_a_full_queue_turns_requests_away(client):
+def test_a_full_queue_turns_requests_away(client, speaker, monkeypatch):
     import openai
 
-    prompt = {"model": "ghost", "prompt": "A", "max_tokens": 200, "temperature": 1}
-    held = [client.completions.create(stream=True, **prompt) for _ in range(2)]
-    with pytest.raises(openai.RateLimitError, match="2 requests are waiting"):
-        client.completions.create(**prompt)
-    for stream in held:
-        stream.close()
-    for _ in range(100):
+    released, forward = threading.Event(), speaker._session.forward
+    monkeypatch.setattr(speaker._session, "forward", lambda *given: (released.wait(60), forward(*given))[1])
+    prompt = {"model": "ghost", "prompt": "A", "max_tokens": 1}
+
+    def ask():
+        with contextlib.suppress(openai.RateLimitError):  # where the question below was in the queue before
+            client.completions.create(**prompt)
+
+    waiting = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    try:
+        for _ in range(200):
+            try:
+                client.with_options(timeout=0.3).completions.create(**prompt)
+            except openai.RateLimitError as full:
+                assert "2 requests are waiting" in str(full)
+                break
+            except openai.APITimeoutError:
+                continue  # it was in the queue before one of the two
+        else:
+            pytest.fail("the queue was never full")
+    finally:
+        released.set()
+        for thread in waiting:
+            thread.join()
+    assert client.completions.create(**prompt).usage.completion_tokens == 1
+
+
+def test_a_client_that_goes_away_before_the_first_event_leaves_the_queue(speaker):
+    pytest.importorskip("fastapi")
+    from ghostexport.serving.server import make_app
+
+    app = make_app(speaker, queue=1)
+    body = json.dumps({"prompt": "A", "max_tokens": 1, "stream": True}).encode()
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "root_path": "",
+        "headers": [(b"content-type", b"application/json")], "query_string": b"", "http_version": "1.1",
+        "asgi": {"spec_version": "2.4"}, "scheme": "http",
+    }  # fmt: skip
+    sent = []
+
+    def request(gone):
+        async def receive():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message):
+            if gone:
+                raise OSError("connection lost")
+            sent.append(message)
+
         try:
-            client.completions.create(**prompt | {"max_tokens": 1})
-            return
-        except openai.RateLimitError:
-            time.sleep(0.1)
-    pytest.fail("the queue never became free")
+            asyncio.run(app(scope, receive, send))
+        except Exception:
+            assert gone
+
+    request(gone=True)
+    request(gone=False)
+    assert sent[0]["status"] == 200 and b"[DONE]" in b"".join(m.get("body", b"") for m in sent)

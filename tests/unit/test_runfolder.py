@@ -8,6 +8,7 @@ import pytest
 
 from ghostexport.errors import RunFolderError
 from ghostexport.files import atomic_path, require_space, write_bytes, write_json
+from ghostexport.manifest import SCHEMA, same_packages, versions_of
 from ghostexport.runfolder import RunFolder
 
 
@@ -33,14 +34,30 @@ def test_a_stage_is_current_until_recipe_versions_or_inputs_change(folder):
     assert not current(folder)
 
 
-def test_an_input_outside_may_be_named_relative_to_where_the_command_runs(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_bytes(Path("model.bin"), b"weights")
-    folder.record("export", "hash", [Path("model.bin")], [folder.path / "out.bin"], {}, 1.0)
-    assert folder.is_current("export", "hash", [Path("model.bin")], {})
-    assert folder.is_current("export", "hash", [tmp_path / "model.bin"], {})
-    write_bytes(Path("model.bin"), b"other")
-    assert not folder.is_current("export", "hash", [Path("model.bin")], {})
+def test_a_file_outside_counts_by_role_and_content_and_only_where_the_stage_ran(folder, tmp_path, monkeypatch):
+    write_bytes(tmp_path / "one" / "model.bin", b"weights")
+    write_bytes(tmp_path / "other" / "model.bin", b"weights")
+    output = [folder.path / "out.bin"]
+
+    def at(place):
+        return lambda: {"model/model.bin": tmp_path / place / "model.bin"}
+
+    folder.record("export", "hash", [], output, {"torch": "2.13.0"}, 1.0, at("one"))
+    assert str(tmp_path) not in folder.manifest_path.read_text()
+    assert folder.is_current("export", "hash", [], {"torch": "2.13.0"}, at("one"))
+    assert folder.is_current("export", "hash", [], {"torch": "2.13.0"}, at("other"))  # another cache
+    assert folder.is_current("export", "hash", [], {"torch": "2.13.0"}, lambda: None)  # no model here
+    assert not folder.is_current("export", "hash", [], {"torch": "2.14.0"}, at("one"))
+    write_bytes(tmp_path / "other" / "model.bin", b"changed")
+    assert not folder.is_current("export", "hash", [], {"torch": "2.13.0"}, at("other"))
+    monkeypatch.setattr("platform.node", lambda: "jetson")
+    assert folder.is_current("export", "hash", [], {"torch": "2.14.0"}, at("other"))
+
+
+def test_build_tags_are_no_part_of_a_version(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
+    assert versions_of(["torch"]) == {"ghostexport": "2.13.0", "torch": "2.13.0"}
+    assert same_packages({"versions": {"torch": "2.13.0+cu130"}}, {"torch": "2.13.0"})  # recorded by an old version
 
 
 def test_touching_a_file_without_changing_it_does_not_make_a_stage_stale(folder):
@@ -164,13 +181,17 @@ def test_a_folder_of_the_schema_before_is_migrated_when_it_is_read(tmp_path):
     assert run.model_quality_path.read_bytes() == before["evaluation.json"]
     assert not (run.path / "eval.json").exists() and not (run.path / "evaluation.json").exists()
     old, new = json.loads(before["manifest.json"]), json.loads(run.manifest_path.read_text())
-    assert (old["schema"], new["schema"]) == ("ghostexport.manifest/1", "ghostexport.manifest/2")
+    assert (old["schema"], new["schema"]) == ("ghostexport.manifest/1", SCHEMA)
     assert run.engine_quality_path in run.outputs("bench") and run.outputs("eval") == [run.model_quality_path]
     for stage, entry in old["stages"].items():
         assert list(new["stages"][stage]["outputs"].values()) == list(entry["outputs"].values())
-        assert {k: v for k, v in new["stages"][stage].items() if k != "outputs"} == {
-            k: v for k, v in entry.items() if k != "outputs"
-        }
+        moved = new["stages"][stage]
+        assert not any(Path(key).is_absolute() for key in moved["inputs"])
+        assert [*moved["outside"].values(), *moved["inputs"].values()] == sorted(
+            entry["inputs"].values(), key=lambda record: record not in moved["outside"].values()
+        )
+        kept = ("sections", "versions", "seconds", "finished")
+        assert {k: moved[k] for k in kept} == {k: entry[k] for k in kept}
 
 
 def test_a_migration_that_was_interrupted_is_finished_by_the_next_reader(tmp_path, monkeypatch):
