@@ -13,7 +13,7 @@ import typer
 
 from ghostexport import commands, verbs
 from ghostexport.errors import GhostExportError, RecipeError
-from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS, colon_spans
+from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS, colon_spans, merged
 
 if TYPE_CHECKING:
     from ghostexport.recipe import Recipe
@@ -87,14 +87,14 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
             given["select"]["spans"] = _spans(values["plan"])
         if values.get("compat") is not None:
             require_name(values["compat"], COMPAT, "repository")
-            given = _merged(COMPAT[values["compat"]], given)
+            given = merged(COMPAT[values["compat"]], given)
         if values.get("hardware") is not None:
             from ghostexport.hardware import find_hardware
 
             device = find_hardware(values["hardware"])
             device.require(values["quantize"] or ())
             typer.echo("\n".join(device.lines), err=True)
-            given = _merged(device.recipe, given)
+            given = merged(device.recipe, given)
         last = goal
         if values.get("to") is not None:
             ends = {"engine": goal, "checkpoint": "checkpoint"}
@@ -324,26 +324,15 @@ def resolve(
     stored = read_recipe(folder.recipe_path) if folder.recipe_path.is_file() else {}
     data = read_recipe(recipe_file) if recipe_file is not None else stored
     if not is_run:
-        data = _merged(data, {"model": {"source": target}})
+        data = merged(data, {"model": {"source": target}})
         folder.require_model(stored, target)
     if flags.get("select", {}).get("spans") is not None:
-        data = _merged(data, {"select": {"prune": None}}, keep_none=True)
+        data = merged(data, {"select": {"prune": None}}, keep_none=True)
     elif flags.get("select", {}).get("prune") is not None:
-        data = _merged(data, {"select": {"spans": None}}, keep_none=True)
+        data = merged(data, {"select": {"spans": None}}, keep_none=True)
     if flags.get("bench", {}).get("preset") is not None:
         data = {**data, "bench": {}}  # a stored recipe has every key written out and would hide the preset
-    return parse_recipe(_merged(data, flags), str(recipe_file or "recipe")), folder
-
-
-def _merged(data: dict[str, Any], changes: dict[str, Any], keep_none: bool = False) -> dict[str, Any]:
-    """``data`` with the given (not None) values of ``changes`` put over it, section by section."""
-    result = dict(data)
-    for section, values in changes.items():
-        given = {key: value for key, value in values.items() if keep_none or value is not None}
-        if given:
-            old = result.get(section)
-            result[section] = {**old, **given} if isinstance(old, dict) else given
-    return result
+    return parse_recipe(merged(data, flags), str(recipe_file or "recipe")), folder
 
 
 def _spans(plan: str | None) -> list[list[int]] | None:

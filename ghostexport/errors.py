@@ -67,6 +67,10 @@ class UnsupportedSharing(SurgeryError):
     """Blocks share state across the cut (KV sharing, skips, taps). Remedy: choose other blocks."""
 
 
+class CapacityError(GhostExportError):
+    """The machine has too little memory or disk for a stage. Remedy: the option that makes it fit is named."""
+
+
 class ParityError(GhostExportError):
     """Two models that must agree do not. The message names output, metric and tolerance."""
 

@@ -43,22 +43,38 @@ def write_first_recipe(path: Path, model: str, hardware: str, prune: int | None 
 
 
 def count_blocks(model: str) -> int:
-    """Decoder blocks of a model, from its ``config.json``: of a folder, or of the Hub's cache or site.
+    """Decoder blocks of a model, from its ``config.json`` (:func:`find_config`).
 
     Raises:
         RecipeError: there is none, or it does not say.
     """
+    remedy = "Say how many to remove: --prune 5"
+    path = find_config(model, remedy)
     try:
-        path = Path(model) / "config.json"
-        if not Path(model).exists():
-            from huggingface_hub import hf_hub_download
-
-            path = Path(hf_hub_download(model, "config.json"))
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         config = config | config.get("text_config", {})
         found = next(config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config)
         return int(found)
+    except (OSError, ValueError, TypeError, StopIteration) as error:
+        raise RecipeError(f"The blocks of {model} cannot be counted: {error}", remedy) from None
+
+
+def find_config(model: str, remedy: str, revision: str | None = None) -> Path:
+    """The configuration of a model: the file itself, that of a folder, or of the Hub's cache or site.
+
+    Raises:
+        RecipeError: there is none; ``remedy`` is the way out.
+    """
+    path = Path(model)
+    if path.suffix == ".json" and path.is_file():
+        return path
+    if path.exists():
+        if (path / "config.json").exists():
+            return path / "config.json"
+        raise RecipeError(f"{path} has no config.json.", remedy)
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(model, "config.json", revision=revision))
     except Exception as error:  # whatever the Hub's client raises, the way out is the same
-        raise RecipeError(
-            f"The blocks of {model} cannot be counted: {error}", "Say how many to remove: --prune 5"
-        ) from None
+        raise RecipeError(f"The configuration of {model} cannot be read: {error}", remedy) from None

@@ -212,3 +212,14 @@ COMPAT: dict[str, dict[str, dict[str, Any]]] = {
         "recover": {"operators": ["replaceme-lstsq"], "ridge": 0.0, "statistics": "dense", "per_block": False},
     },
 }
+
+
+def merged(data: dict[str, Any], changes: dict[str, Any], keep_none: bool = False) -> dict[str, Any]:
+    """``data`` with the given (not None) values of ``changes`` put over it, section by section."""
+    result = dict(data)
+    for section, values in changes.items():
+        given = {key: value for key, value in values.items() if keep_none or value is not None}
+        if given:
+            old = result.get(section)
+            result[section] = {**old, **given} if isinstance(old, dict) else given
+    return result

@@ -23,7 +23,8 @@ from ghostexport.errors import GhostExportError, RecipeError, RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
 from ghostexport.manifest import versions_of
-from ghostexport.recipe import BEST, HEAL, Recipe, base_operator, float_variant
+from ghostexport.recipe import Recipe, float_variant
+from ghostexport.resolution import loaded_of, resolve, source_of
 from ghostexport.runfolder import Outside, RunFolder
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def calibrate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
     """Draws token windows for calibration and, from other documents, held-out windows."""
     from ghostexport import calibration, models
 
-    tokenizer = models.load_tokenizer(_source(recipe, execution), recipe.model.trust_remote_code)
+    tokenizer = models.load_tokenizer(source_of(recipe, execution), recipe.model.trust_remote_code)
     drawn, held_out = calibration.draw(recipe.calibration, tokenizer, execution)
     return [calibration.save(folder.calibration_path, drawn, held_out)]
 
@@ -65,7 +66,7 @@ def select(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
     from ghostexport.selection.choosing import select_and_gather
 
     folder.statistics_path.unlink(missing_ok=True)
-    loaded = _loaded(recipe, execution)
+    loaded = loaded_of(recipe, execution)
     drawn, _ = calibration.load(folder.calibration_path)
     execution = replace(execution, scratch=folder.path)
     plan, gathered = select_and_gather(loaded, drawn, recipe.select, recipe.recover, execution)
@@ -90,7 +91,7 @@ def recover(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
     from ghostexport.recovery.recover import shareable
 
     plan = folder.read_plan()
-    loaded = _loaded(recipe, execution)
+    loaded = loaded_of(recipe, execution)
     drawn, held_out = calibration.load(folder.calibration_path)
     request = shareable(recipe.recover, len(plan.removed))
     gathered = gathered_file.load(folder.statistics_path, loaded, drawn, plan, request) if request else None
@@ -115,7 +116,7 @@ def export(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
 
     name, reason = exporters.choose_exporter(recipe.export.exporter)
     execution.say(f"exporter: {name} ({reason})")
-    loaded = _loaded(recipe, execution)
+    loaded = loaded_of(recipe, execution)
     graph = folder.graph_path("dense")
     exporters.export_model(loaded.model, graph, exporter=name, opset=recipe.export.opset, execution=execution)
     described = models.save_description(loaded, folder.model_path)
@@ -173,7 +174,7 @@ def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
 
     plan = folder.read_plan()
     verification.remove_leftovers(folder.graph_path("dense").parent)
-    dense = _loaded(recipe, execution)
+    dense = loaded_of(recipe, execution)
     reports = {}
     for done, variant in enumerate(recipe.variants):
         execution.progress("verify", done, len(recipe.variants))
@@ -191,7 +192,7 @@ def evaluate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pa
     from ghostexport.evaluation.eval_run import eval_run
 
     plan = folder.read_plan()
-    loaded = _loaded(recipe, execution)
+    loaded = loaded_of(recipe, execution)
     sets = {name: folder.read_operators(name) for name in recipe.recover.operators}
     return eval_run(folder, recipe, loaded, plan, {n: s for n, s in sets.items() if s is not None}, execution)
 
@@ -263,7 +264,8 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
         GhostExportError: any of :mod:`ghostexport.errors`; finished stages are kept.
     """
     execution = execution or Execution()
-    recipe, loaded = _resolved(recipe, execution, goal)
+    building = "build" in {stage.name for stage in _wanted(goal, recipe)}
+    recipe, loaded = resolve(recipe, execution, fitting=goal not in ("calibrate", "export"), building=building)
     with folder.lock():
         write_bytes(folder.recipe_path, recipe.to_yaml().encode())
         wanted = _wanted(goal, recipe)
@@ -292,7 +294,7 @@ def preflight(recipe: Recipe, execution: Execution, goal: str, loaded: LoadedMod
     if "build" in names:
         for name in recipe.build.runtimes:
             runtimes.require_buildable(name, recipe.build, recipe.quantize.format)
-    loaded = loaded or _loaded(recipe, execution)
+    loaded = loaded or loaded_of(recipe, execution)
     require_operators(loaded, recipe.recover, recipe.select.spans, recipe.calibration.sequences)
     if "export" in names:
         exporters.require_exportable(loaded.model, recipe.export.exporter)
@@ -313,11 +315,25 @@ def _run_stage(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execu
         execution.say(f"{stage.name}: current, kept")
         return
     sections, inputs, versions = _depends_on(stage, folder, recipe)
+    _require_capacity(stage.name, folder, recipe, execution)
     folder.forget(stage.name)
     started = time.monotonic()
     outputs, seconds = stage.run(folder, recipe, execution), time.monotonic() - started
     folder.record(stage.name, sections, inputs, outputs, versions, seconds, _outside(stage, recipe, execution))
     execution.say(f"{stage.name}: done in {seconds:.1f} s")
+
+
+def _require_capacity(stage: str, folder: RunFolder, recipe: Recipe, execution: Execution) -> None:
+    try:
+        from ghostexport import capacity
+        from ghostexport.estimate import require_capacity
+        from ghostexport.models.shape import read_shape
+
+        shape = read_shape(source_of(recipe, execution), recipe.model.trust_remote_code)
+    except (ImportError, GhostExportError, OSError):  # no model here, as on a device
+        return
+    machine = capacity.measure_machine(folder.path, execution.device)
+    require_capacity(stage, shape, recipe, machine, execution.device, execution.say)
 
 
 def _wanted(goal: str, recipe: Recipe) -> list[Stage]:
@@ -344,7 +360,7 @@ def _outside(stage: Stage, recipe: Recipe, execution: Execution) -> Outside:
         try:
             from ghostexport import models
 
-            folders = {"model": _source(recipe, execution)} if "model" in stage.sections else {}
+            folders = {"model": source_of(recipe, execution)} if "model" in stage.sections else {}
             if stage.name == "recover" and recipe.recover.weights is not None:
                 folders["weights"] = Path(recipe.recover.weights)
             return {f"{role}/{p.name}": p for role, place in folders.items() for p in models.source_files(place)}
@@ -352,45 +368,3 @@ def _outside(stage: Stage, recipe: Recipe, execution: Execution) -> Outside:
             return None
 
     return files
-
-
-def _source(recipe: Recipe, execution: Execution) -> Path:
-    """The model as a local folder; converted (GGUF) or downloaded (Hub) on first use."""
-    from ghostexport import models
-
-    return models.resolve_source(recipe.model.source, recipe.model.revision, execution)
-
-
-def _loaded(recipe: Recipe, execution: Execution) -> LoadedModel:
-    from ghostexport import models
-
-    section = recipe.model
-    return models.load_model(
-        section.source, section.dtype, execution, section.revision, trust_remote_code=section.trust_remote_code
-    )
-
-
-def _resolved(recipe: Recipe, execution: Execution, goal: str) -> tuple[Recipe, LoadedModel | None]:
-    """The recipe with nothing left to choose on the way to ``goal``, and the model where that had to be looked at."""
-    loaded = None
-    if recipe.recover.weights is not None and recipe.select.prune is None and recipe.select.spans is None:
-        from ghostexport.recovery.trained.tuned import removed_spans
-
-        loaded = _loaded(recipe, execution)
-        spans = removed_spans(loaded, recipe.recover, execution)
-        recipe = recipe.model_copy(update={"select": recipe.select.model_copy(update={"spans": spans})})
-    recipe.select.require_removal()
-    if {BEST, HEAL} & {*map(base_operator, recipe.recover.operators)} and goal not in ("calibrate", "export"):
-        from ghostexport.recovery.recover import resolve_best
-
-        cuts = None if recipe.select.spans is None else [start for start, _ in recipe.select.spans]
-        loaded, sequences = loaded or _loaded(recipe, execution), recipe.calibration.sequences
-        section = resolve_best(recipe.recover, loaded, cuts, sequences, execution)
-        recipe = recipe.model_copy(update={"recover": section})
-    if recipe.build.runtimes or "build" not in {stage.name for stage in _wanted(goal, recipe)}:
-        return recipe, loaded
-    from ghostexport import runtimes
-
-    name, reason = runtimes.default_runtime()
-    execution.say(f"runtime: {name} ({reason})")
-    return recipe.model_copy(update={"build": recipe.build.model_copy(update={"runtimes": (name,)})}), loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ghostexport.runfiles import RunFiles
 from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
+    from ghostexport.estimate import Verdict
     from ghostexport.quantization.writer import QuantizationReport, QuantizedLinear
     from ghostexport.report.runs import Sweep
     from ghostexport.surgery import GraphReport, SurgeryReport
@@ -190,6 +192,24 @@ def print_doctor(as_json: bool = False) -> None:
     for row in doctor():
         table.add_row(*(("yes" if v else "no") if isinstance(v, bool) else str(v) for v in row))
     _out.print(table)
+
+
+def print_estimate(verdicts: Sequence[Verdict], as_json: bool) -> None:
+    """Prints what every stage would need, and the way out where it will not fit."""
+    if as_json:
+        _out.print_json(json.dumps([dataclasses.asdict(verdict) for verdict in verdicts]))
+        return
+    table = Table("stage", "memory, GB", "disk, GB", "minutes", "fits", "most of the memory")
+    for verdict in verdicts:
+        need = verdict.need
+        most = max(need.parts, key=lambda name: need.parts[name])
+        fits = f"no: {verdict.lacks}" if verdict.lacks else "tight" if verdict.tight else "yes"
+        figures = (f"{need.memory / 1e9:.1f}", f"{need.disk / 1e9:.1f}", f"{need.seconds / 60:.0f}")
+        table.add_row(need.stage, *figures, fits, f"{most} {need.parts[most] / 1e9:.1f}")
+    _out.print(table)
+    for verdict in verdicts:
+        if verdict.way:
+            _out.print(f"{verdict.need.stage}: {verdict.way}")
 
 
 def print_surgery(report: SurgeryReport) -> None:

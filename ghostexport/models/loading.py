@@ -22,6 +22,7 @@ from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
 from ghostexport.models.checkpoints import save_checkpoint, save_tokenizer
+from ghostexport.models.configs import OPERATORS_FILE, PATCHED, UNTRUSTED, UNTRUSTING, auto_class, read_config
 from ghostexport.models.silence import hidden_progress_bars, silenced
 from ghostexport.models.sources import resolve_source
 from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators
@@ -31,14 +32,6 @@ from ghostexport.recipe import Dtype
 
 #: ``Execution.device`` of a model spread over devices, memory and disk.
 SPLIT = "split"
-
-#: In a checkpoint of :func:`save_model`: operators that its weights cannot hold, and what marks the configuration.
-OPERATORS_FILE = "ghostexport.safetensors"
-_PATCHED = "ghostexport"
-
-#: What transformers says where a source needs its own code, and what the user can do.
-_UNTRUSTING = "trust_remote_code"
-_UNTRUSTED = "It needs Python code that it brings. Read the code; to have it run, give --trust-remote-code."
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -154,12 +147,11 @@ def load_model(
     """
     execution = execution or Execution()
     folder = resolve_source(source, revision, execution)
-    config = _causal_config(folder, trust_remote_code)
+    config = read_config(folder, trust_remote_code)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **_placement(execution)}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
     options |= _dequantised(config, folder)
-    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    kind = auto_class(config)
     try:
         with hidden_progress_bars(), silenced("transformers"):
             read: Any = kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), **options)
@@ -205,7 +197,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False, config: Any = 
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
         raise ModelLayoutError(
             f"The tokenizer in {folder} cannot be read: {error}",
-            _UNTRUSTED if _UNTRUSTING in str(error) else "Copy the model's tokenizer files again.",
+            UNTRUSTED if UNTRUSTING in str(error) else "Copy the model's tokenizer files again.",
         ) from error
 
 
@@ -244,7 +236,7 @@ def save_model(loaded: LoadedModel, folder: Path) -> list[Path]:
         if operators is not None:
             write_bytes(temporary / OPERATORS_FILE, operators.without_folds().to_bytes())
             config = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
-            config |= {"model_type": _PATCHED, _PATCHED: {"model_type": config["model_type"]}}
+            config |= {"model_type": PATCHED, PATCHED: {"model_type": config["model_type"]}}
             write_json(temporary / "config.json", config)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -301,33 +293,6 @@ def _dequantised(config: Any, folder: Path) -> dict[str, Any]:
         )
     known = {name: value for name, value in values.items() if name in ("weight_block_size", "modules_to_not_convert")}
     return {"quantization_config": maker(**known, dequantize=True)}
-
-
-def _causal_config(folder: Path, trust_remote_code: bool) -> Any:
-    try:
-        path = folder / "config.json"
-        kept = json.loads(path.read_text(encoding="utf-8")) if (folder / OPERATORS_FILE).exists() else {}
-        if _PATCHED in kept:
-            config = transformers.AutoConfig.for_model(**kept | kept.pop(_PATCHED))
-        else:
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelLayoutError(
-            f"{folder / 'config.json'} is not a model configuration that transformers "
-            f"{transformers.__version__} knows: {error}",
-            _UNTRUSTED if _UNTRUSTING in str(error) else "Use a decoder-only causal LM, or a newer transformers.",
-        ) from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelLayoutError(
-            f"{folder} is an encoder-decoder model ({config.model_type}).", "Use a decoder-only causal LM."
-        )
-    names = list(getattr(config, "architectures", None) or [])
-    headless = ("MaskedLM", "Classification", "QuestionAnswering", "PreTraining")
-    if names and all(any(part in name for part in headless) for name in names):
-        raise ModelLayoutError(
-            f"{folder} holds {', '.join(names)}, not a causal language model.", "Use a decoder-only causal LM."
-        )
-    return config
 
 
 def _require_all_weights(model: Any, info: dict[str, Any], folder: Path, execution: Execution) -> None:

@@ -3,8 +3,7 @@
 import pytest
 import yaml
 
-from ghostexport.cli import _merged
-from ghostexport.flags import COMPAT
+from ghostexport.flags import COMPAT, merged
 from ghostexport.recipe import parse_recipe
 
 MODEL = {"model": {"source": "smollm2"}, "select": {"prune": 7}}
@@ -12,7 +11,7 @@ MODEL = {"model": {"source": "smollm2"}, "select": {"prune": 7}}
 
 @pytest.mark.parametrize("name", COMPAT)
 def test_is_a_valid_recipe(name):
-    recipe = parse_recipe(_merged(COMPAT[name], MODEL))
+    recipe = parse_recipe(merged(COMPAT[name], MODEL))
     for section, values in COMPAT[name].items():
         for key, value in values.items():
             found = getattr(getattr(recipe, section), key)
@@ -21,7 +20,7 @@ def test_is_a_valid_recipe(name):
 
 
 def test_the_published_switches():
-    ghosted, linearpatch, replaceme = (parse_recipe(_merged(COMPAT[n], MODEL)) for n in COMPAT)
+    ghosted, linearpatch, replaceme = (parse_recipe(merged(COMPAT[n], MODEL)) for n in COMPAT)
     assert ghosted.calibration.sequences == 32 and not ghosted.calibration.bos and ghosted.recover.per_block
     assert ghosted.select.criterion == linearpatch.select.criterion == "streamline-channelwise"
     assert linearpatch.calibration.sequences == 128 and linearpatch.recover.ratio == "mean-of-ratios"

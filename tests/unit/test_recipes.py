@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ghostexport.cli import _merged
 from ghostexport.errors import RecipeError
 from ghostexport.first_recipe import count_blocks, write_first_recipe
+from ghostexport.flags import merged
 from ghostexport.hardware import HARDWARE
 from ghostexport.recipe import BEST, parse_recipe, read_recipe
 
@@ -18,7 +18,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 def test_a_recipe_resolves_for_every_device(path):
     assert len(RECIPES) >= 20
     for device in HARDWARE.values():
-        recipe = parse_recipe(_merged(read_recipe(path), device.recipe), path.name)
+        recipe = parse_recipe(merged(read_recipe(path), device.recipe), path.name)
         assert recipe.recover.operators == (BEST,) and recipe.build.runtimes == (device.runtime,)
         assert recipe.quantize.format == (device.form,) and recipe.model.dtype == device.dtype
     blocks = int(path.read_text().splitlines()[1].split()[1])
@@ -34,7 +34,7 @@ def test_init_writes_what_the_device_wants_with_its_reasons(name, tmp_path):
     recipe = parse_recipe(read_recipe(path))
     assert recipe.select.prune == 4 and recipe.recover.operators == (BEST,)
     assert recipe == parse_recipe(
-        _merged(
+        merged(
             {"model": {"source": str(tmp_path)}, "select": {"prune": 4}, "recover": {"quality": "best"}},
             HARDWARE[name].recipe,
         )
