@@ -7,17 +7,14 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ghostexport import commands, verbs
+from ghostexport import commands, depths, verbs
 from ghostexport.errors import GhostExportError, RecipeError
 from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS, colon_spans, merged
-
-if TYPE_CHECKING:
-    from ghostexport.recipe import Recipe
-    from ghostexport.runfolder import RunFolder
+from ghostexport.resolving import resolve, spans_of
 
 #: The exit code that Typer gives an interrupted command.
 INTERRUPTED = 130
@@ -84,7 +81,7 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
         if values.get("quality") is not None and values.get("operator"):
             raise RecipeError("--quality and --operator both name the operators to fit.", "Give one of them.")
         if values.get("plan") is not None:
-            given["select"]["spans"] = _spans(values["plan"])
+            given["select"]["spans"] = spans_of(values["plan"])
         if values.get("compat") is not None:
             require_name(values["compat"], COMPAT, "repository")
             given = merged(COMPAT[values["compat"]], given)
@@ -130,7 +127,8 @@ for _verb in VERBS:
         _stage_command(_verb.stage, _verb.sections)
     )
 
-app.registered_commands += verbs.app.registered_commands + commands.app.registered_commands
+for _more in (verbs, depths, commands):
+    app.registered_commands += _more.app.registered_commands
 
 
 @app.command(rich_help_panel=GRAPHS)
@@ -159,7 +157,7 @@ def surgery(
     from ghostexport.surgery import read_operators
 
     operators = load_operators(operator) if operator is not None else None
-    spans = [*colon_spans(remove), *(_spans(plan) or ())]
+    spans = [*colon_spans(remove), *(spans_of(plan) or ())]
     if read is not None:
         write_bytes(read, read_operators(Path(target)).to_bytes())
     if operators is None and not spans and weights is None and not drop:
@@ -252,38 +250,6 @@ def swap(
     screen.print_run(swapped.sidecar)
 
 
-@app.command(rich_help_panel=verbs.RESULTS)
-def sweep(
-    model: Annotated[str, typer.Argument(help="Model: Hub id, folder, .gguf, smollm2.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the runs, one below it per depth.")],
-    prune: Annotated[list[int], typer.Option(help="How many blocks to remove; repeatable.")],
-    recipe: RecipeFile = None,
-    device: Device = "auto",
-) -> None:
-    """Benchmark several depths (everything else from the recipe): quality and speed over removed blocks."""
-    from ghostexport import pipeline
-    from ghostexport import show as screen
-    from ghostexport.execution import Execution
-    from ghostexport.files import write_bytes, write_json
-    from ghostexport.report.page import render_sweep
-    from ghostexport.report.runs import collect
-    from ghostexport.runfolder import RunFolder
-
-    folders = [output / f"prune-{count}" for count in sorted(set(prune))]
-    with screen.display() as callbacks:
-        for folder in folders:
-            count = int(folder.name.removeprefix("prune-"))
-            resolved, run = resolve(model, folder, recipe, {"select": {"prune": count}})
-            write_bytes(run.recipe_path, resolved.to_yaml().encode())
-            for stage in ("calibrate", "export"):
-                run.adopt(stage, RunFolder(folders[0]))
-            pipeline.run(resolved, run, Execution(device=device, **callbacks), goal="bench")
-    found = collect(folders)
-    screen.print_sweep(found)
-    write_json(output / "sweep.json", found.to_json())
-    write_bytes(output / "sweep.html", render_sweep(found).encode())
-
-
 def _run_to(
     goal: str, target: str, output: Path | None, recipe_file: Path | None, flags: dict[str, Any], **how: Any
 ) -> None:
@@ -300,58 +266,6 @@ def _run_to(
         with screen.display() as callbacks:
             pipeline.run(recipe, own, Execution(**how, **callbacks), goal=goal)
     screen.print_run(folder.path)
-
-
-def resolve(
-    target: str, output: Path | None, recipe_file: Path | None, flags: dict[str, Any]
-) -> tuple[Recipe, RunFolder]:
-    """The recipe and run folder that the arguments describe: flags > recipe file > run folder > defaults.
-
-    Raises:
-        RecipeError: something is missing or invalid.
-        RunFolderError: the folder belongs to another model.
-    """
-    from ghostexport.recipe import parse_recipe, read_recipe
-    from ghostexport.runfolder import RunFolder
-
-    is_run = RunFolder(target).recipe_path.is_file()
-    if not is_run and output is None:
-        raise RecipeError(
-            f"{target} is not a run folder (it has no recipe.yaml).",
-            "To start from a model, name the run folder to create: -o RUN. To continue a run, give its folder.",
-        )
-    folder = RunFolder(output if output is not None else Path(target))
-    stored = read_recipe(folder.recipe_path) if folder.recipe_path.is_file() else {}
-    data = read_recipe(recipe_file) if recipe_file is not None else stored
-    if not is_run:
-        data = merged(data, {"model": {"source": target}})
-        folder.require_model(stored, target)
-    if flags.get("select", {}).get("spans") is not None:
-        data = merged(data, {"select": {"prune": None}}, keep_none=True)
-    elif flags.get("select", {}).get("prune") is not None:
-        data = merged(data, {"select": {"spans": None}}, keep_none=True)
-    if flags.get("bench", {}).get("preset") is not None:
-        data = {**data, "bench": {}}  # a stored recipe has every key written out and would hide the preset
-    return parse_recipe(merged(data, flags), str(recipe_file or "recipe")), folder
-
-
-def _spans(plan: str | None) -> list[list[int]] | None:
-    """``--plan``: JSON text, or a file holding it (a list of spans, or a plan.json)."""
-    if plan is None:
-        return None
-    import json
-
-    path = Path(plan)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8") if path.is_file() else plan)
-    except (ValueError, OSError) as error:
-        raise RecipeError(
-            f"--plan {plan!r} is neither JSON nor a readable file: {error}", "Example: --plan '[[10, 17]]'"
-        ) from None
-    spans = data.get("removed") if isinstance(data, dict) else data
-    if not isinstance(spans, list):
-        raise RecipeError(f"--plan {plan!r} holds no list of spans.", "Example: --plan '[[10, 17]]'")
-    return spans
 
 
 def main() -> None:

@@ -24,6 +24,9 @@ class Hardware:
         opset: of the export.
         ahead_of_time: engines for it can be built on another machine, without the device.
         why: choice -> reason.
+        bandwidth: published memory bandwidth in GB/s, of the slowest device that goes by the name; None where it is
+            measured.
+        slowest: that device.
     """
 
     title: str
@@ -34,6 +37,16 @@ class Hardware:
     opset: int
     ahead_of_time: bool
     why: Mapping[str, str]
+    bandwidth: float | None = None
+    slowest: str = ""
+
+    def bytes_per_second(self, given: float | None = None) -> float:
+        """Memory bandwidth: that given in GB/s, else the published one, else that of this machine, measured."""
+        if given is not None or self.bandwidth is not None:
+            return 1e9 * (given or self.bandwidth or 0.0)
+        from ghostexport.benchmarking.ideal import measure_ceilings
+
+        return measure_ceilings().bytes_per_second
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -85,18 +98,18 @@ _ORIN = {
 }
 
 
-def _jetson(title: str) -> Hardware:
-    return Hardware(title, "SM87", "tensorrt", "float16", "int4", 21, False, _ORIN)
+def _jetson(title: str, bandwidth: float, slowest: str) -> Hardware:
+    return Hardware(title, "SM87", "tensorrt", "float16", "int4", 21, False, _ORIN, bandwidth, slowest)
 
 
-def _rtx(title: str, capability: str) -> Hardware:
+def _rtx(title: str, capability: str, bandwidth: float, slowest: str) -> Hardware:
     why = {"runtime": _RTX, "dtype": _HALF, "format": _FOUR_BITS, "opset": _OPSET}
-    return Hardware(title, capability, "tensorrt-rtx", "float16", "int4", 21, True, why)
+    return Hardware(title, capability, "tensorrt-rtx", "float16", "int4", 21, True, why, bandwidth, slowest)
 
 
 HARDWARE: Mapping[str, Hardware] = {
-    "orin": _jetson("Jetson AGX Orin or Orin NX"),
-    "orin-nano": _jetson("Jetson Orin Nano"),
+    "orin": _jetson("Jetson AGX Orin or Orin NX", 102.4, "Orin NX; AGX Orin has 204.8"),
+    "orin-nano": _jetson("Jetson Orin Nano", 68.0, "8 GB module; 102 in its Super mode"),
     "thor": Hardware(
         "Jetson Thor",
         "SM110",
@@ -106,10 +119,12 @@ HARDWARE: Mapping[str, Hardware] = {
         21,
         False,
         {"runtime": _JETSON, "dtype": _HALF, "format": f"{_FOUR_BITS}; nvfp4 is the alternative", "opset": _OPSET},
+        273.0,
+        "T5000",
     ),
-    "rtx30": _rtx("GeForce RTX 30 series", "SM86"),
-    "rtx40": _rtx("GeForce RTX 40 series", "SM89"),
-    "rtx50": _rtx("GeForce RTX 50 series", "SM120"),
+    "rtx30": _rtx("GeForce RTX 30 series", "SM86", 360.0, "RTX 3060 12 GB"),
+    "rtx40": _rtx("GeForce RTX 40 series", "SM89", 272.0, "RTX 4060"),
+    "rtx50": _rtx("GeForce RTX 50 series", "SM120", 448.0, "RTX 5060"),
     "cpu": Hardware(
         "a CPU",
         "",

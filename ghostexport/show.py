@@ -20,6 +20,7 @@ from ghostexport.runfiles import RunFiles
 from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
+    from ghostexport.benchmarking.budget import Fit
     from ghostexport.estimate import Verdict
     from ghostexport.quantization.writer import QuantizationReport, QuantizedLinear
     from ghostexport.report.runs import Sweep
@@ -304,3 +305,16 @@ def print_sweep(sweep: Sweep) -> None:
     for removed, cells in sweep.table():
         table.add_row(str(removed), *cells)
     _out.print(table)
+
+
+def print_fit(fit: Fit, device: str) -> None:
+    """Prints what fits a device, and what was chosen."""
+    from ghostexport.benchmarking.budget import FIT_COLUMNS, REACHED
+
+    table = Table(f"{device}, {fit.budget.bandwidth / 1e9:.0f} GB/s", *FIT_COLUMNS)
+    for label, cells in fit.rows():
+        table.add_row(label, *cells)
+    _out.print(table)
+    _out.print(f"tokens/s: {REACHED:.0%} of what the bandwidth allows after {fit.budget.context} tokens; not measured")
+    if fit.chosen is not None:
+        _out.print(f"chosen: {fit.chosen.title}; go on with: ghostexport build engine {fit.chosen.run}")

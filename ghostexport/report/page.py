@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ghostexport.benchmarking.budget import FIT_COLUMNS, REACHED, Fit
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.files import write_bytes
 from ghostexport.report import plots
@@ -81,6 +82,21 @@ def render_sweep(sweep: Sweep) -> str:
     return fill(
         "ghostexport sweep", Path(sweep.model).name, {"Model": sweep.model, "Runtime": sweep.runtime}, [section]
     )
+
+
+def render_fit(fit: Fit, device: str) -> str:
+    """What fits a device, as HTML."""
+    section = Section(
+        "fit",
+        "What fits",
+        f"Right and down is better. Speed is {REACHED:.0%} of what the bandwidth allows one sequence after "
+        f"{fit.budget.context} tokens: an assumption until an engine is measured.",
+        tables=[("", FIT_COLUMNS, fit.rows())],
+        plots=[plots.curves("Quality over speed", "tokens/s expected", "held-out perplexity", fit.lines())],
+    )
+    facts = {"Model": fit.candidates[0].model, "Device": f"{device}, {fit.budget.bandwidth / 1e9:.0f} GB/s"}
+    facts["Chosen"] = "nothing fits" if fit.chosen is None else fit.chosen.title
+    return fill("ghostexport fit", Path(fit.candidates[0].model).name, facts, [section])
 
 
 def fill(title: str, heading: str, facts: Mapping[str, str], sections: Iterable[Section]) -> str:
