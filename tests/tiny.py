@@ -48,6 +48,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", _GQA | {"residual_multiplier": 0.22}),
     "falcon": ("FalconConfig", _COMMON | {"parallel_attn": False, "alibi": False, "bias": False}),
     "falcon-parallel": ("FalconConfig", _COMMON | {"parallel_attn": True, "alibi": False, "bias": False}),
+    "llama4": (  # complex rotary factors, attention in chunks
+        "Llama4TextConfig",
+        _GQA | {"intermediate_size_mlp": 96, "moe_layers": [], "attention_chunk_size": 16, "no_rope_layers": [1, 0]},
+    ),
     "cohere": ("CohereConfig", _GQA),
     "persimmon": ("PersimmonConfig", _COMMON),
     "mixtral": ("MixtralConfig", _GQA | {"num_local_experts": 4, "num_experts_per_tok": 2}),

@@ -74,10 +74,10 @@ def check(model: Any, exporter: str = "auto") -> str | None:
     Raises:
         RuntimeUnavailableError: the exporter is not installed.
     """
-    from ghostexport.models.running import cache_fault
+    from ghostexport.models.exportable import export_fault
 
     choose_exporter(exporter)
-    return cache_fault(model)
+    return export_fault(model)
 
 
 def require_exportable(model: Any, exporter: str = "auto") -> None:

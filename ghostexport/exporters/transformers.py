@@ -75,11 +75,25 @@ def _trace(model: Any, inputs: dict[str, Any], opset: int) -> ir.Model:
     )
     hook = model.register_forward_pre_hook(_link_lengths, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _complex_indexing():
             program: ir.Model = hugging_face.OnnxExporter().export(model, inputs, config=config).program
             return program
     finally:
         hook.remove()
+
+
+def _complex_indexing() -> Any:
+    """A mode that indexes complex rotary factors (Llama 4) by their parts: ONNX has no form of the whole."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Parts(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.__getitem__ and args[0].is_complex():
+                return torch.complex(args[0].real[args[1]], args[0].imag[args[1]])
+            return func(*args, **(kwargs or {}))
+
+    return Parts()
 
 
 def sample_inputs(model: Any) -> dict[str, Any]:

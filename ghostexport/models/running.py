@@ -8,21 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ghostexport.models.blocks import find_blocks, hidden_states, input_device, output_states, probe_tokens
+from ghostexport.models.blocks import find_blocks, hidden_states, output_states
 
 #: States of recurrent and convolutional blocks, as caches of transformers call them.
-_STATES = ("conv_states", "recurrent_states")
+STATES = ("conv_states", "recurrent_states")
 
 #: Tokens of more than one chunk of any mixer (the largest is 256), and of no whole number of them.
 MANY = 333
-
-#: Products, the work of every mixer: their number may not depend on the number of tokens.
-_COUNTED = {"aten.mm", "aten.bmm", "aten.addmm", "aten.mul", "aten.convolution", "aten.exp"}
-
-#: Standard deviation of the difference of two orders of computation over that of the logits.
-CONTINUED = {torch.float32: 1e-4, torch.float16: 0.1}
 
 
 class _StopForwardError(Exception):
@@ -125,75 +118,8 @@ def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def cache_fault(model: Any) -> str | None:
-    """Why the model's cache cannot be carried by a graph; None where it can. Runs a few short steps.
-
-    A graph takes any number of tokens after any cache. So a model that keeps states must continue as if it had read
-    everything at once, and its blocks must compute any number of tokens with the same operations.
-    """
-    name, blocks = type(model).__name__, find_blocks(model)
-    try:
-        cache = step(model, probe_tokens(model))[1]
-        caches = cache.layers
-    except (AttributeError, KeyError, TypeError):
-        return f"{name} keeps no keys and values per block in a cache of transformers"
-    for index, layer in enumerate(caches):
-        kept = {key for key, value in vars(layer).items() if _holds_tensors(value) and not key.startswith("_")}
-        if strange := kept - {"keys", "values", *_STATES}:
-            return f"block {index} of {name} keeps {', '.join(sorted(strange))}, which no graph here carries"
-        if not kept:
-            return f"block {index} of {name} keeps nothing that a graph can carry ({type(layer).__name__})"
-    if len(caches) != len(blocks):
-        return f"{len(blocks)} blocks of {name} keep {len(caches)} caches"
-    try:
-        states = keeps_states(cache)
-    except TypeError as error:
-        return f"{name}: {error}"
-    return _continuation_fault(model) if states else None
-
-
-def _continuation_fault(model: Any) -> str | None:
-    name, device = type(model).__name__, input_device(model)
-    ids = torch.arange(2 * MANY, device=device).view(2, -1) % int(model.get_input_embeddings().weight.shape[0])
-    mask = torch.ones_like(ids)
-    few, tolerance = 3, CONTINUED.get(next(model.parameters()).dtype, CONTINUED[torch.float16])
-    whole = step(model, ids[:, : 2 * few], None, mask[:, : 2 * few])[0][:, few:].double()
-    for read, what in ((few, "several tokens at once"), (1, "a token by itself")):
-        _, cache = step(model, ids[:, :few], whole_cache(model), mask[:, :few])
-        rest = []
-        try:
-            for stop in range(few + read, 2 * few + 1, read):
-                logits, cache = step(model, ids[:, stop - read : stop], cache, mask[:, :stop])
-                rest.append(logits.double())
-        except RuntimeError as error:
-            return f"{name} cannot read {what} after its states: {str(error).splitlines()[0]}"
-        if not float((whole - torch.cat(rest, 1)).std()) <= tolerance * float(whole.std()):
-            return f"{name} reads {what} after its states otherwise than as part of the whole text"
-    if _operations(model, ids[:1, : 2 * few]) != _operations(model, ids[:1]):
-        return f"{name} loops over tokens outside its operations: a graph would hold the loop of one length"
-    return None
-
-
-def _operations(model: Any, ids: torch.Tensor) -> int:
-    """Tensor operations of one step."""
-    with _Count() as seen:
-        step(model, ids)
-    return int(seen.count)
-
-
-class _Count(TorchDispatchMode):
-    """Counts the operations that read or make numbers; views are left out, since layouts decide about them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += str(func.overloadpacket) in _COUNTED
-        return func(*args, **(kwargs or {}))
-
-
-def _holds_tensors(value: Any) -> bool:
+def holds_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a dictionary that holds one."""
     found = value.values() if isinstance(value, dict) else [value]
     return any(isinstance(tensor, torch.Tensor) for tensor in found)
 
@@ -215,7 +141,7 @@ def whole_cache(model: Any) -> Any:
 
 def keeps_states(cache: Any) -> bool:
     """Whether a block keeps a state of fixed size; see :func:`cache_tensors`."""
-    return any(key.startswith(_STATES) for tensors in cache_tensors(cache) for key in tensors)
+    return any(key.startswith(STATES) for tensors in cache_tensors(cache) for key in tensors)
 
 
 def cache_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
@@ -226,10 +152,10 @@ def cache_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
     """
     found = []
     for layer in cache.layers:
-        own = {key: getattr(layer, key) for key in ("keys", "values") if _holds_tensors(getattr(layer, key, None))}
+        own = {key: getattr(layer, key) for key in ("keys", "values") if holds_tensors(getattr(layer, key, None))}
         if len(own) == 1 or any(tensor.ndim != 4 for tensor in own.values()):
             raise TypeError(f"{type(layer).__name__} holds no keys and values [batch, heads, length, head_dim]")
-        for kind in _STATES:
+        for kind in STATES:
             states = getattr(layer, kind, None) or {}
             own |= {f"{kind}.{index}": tensor for index, tensor in states.items() if isinstance(tensor, torch.Tensor)}
         if not own:

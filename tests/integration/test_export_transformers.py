@@ -23,6 +23,7 @@ FAMILIES = [
     ("gpt2", {"n_layer": 2}),
     ("gpt-neox", {"num_hidden_layers": 2}),
     ("mistral", {"num_hidden_layers": 2}),
+    ("llama4", {"num_hidden_layers": 2}),
 ]
 
 
