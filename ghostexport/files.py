@@ -3,22 +3,74 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from ghostexport.errors import RunFolderError
+
+#: Files from here on are hashed once: the hash is kept, with what changes when the file does.
+LARGE = 32 << 20
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, hexadecimal."""
+    """SHA-256 of a file's bytes, hexadecimal; of a large file that was hashed before, and not touched, without a read.
+
+    What was hashed is known by device, inode, size and times of the last change, in the user's cache folder.
+    """
+    before = path.stat()
+    if before.st_size < LARGE:
+        return _digest(path)
+    key = _identity(before)
+    known = _known_hashes()
+    if key not in known:
+        digest = _digest(path)
+        if _identity(path.stat()) != key:  # written to meanwhile
+            return digest
+        known[key] = digest
+        with contextlib.suppress(OSError):  # not writable: hashed again by the next process
+            _hashes_path().parent.mkdir(parents=True, exist_ok=True)
+            with _hashes_path().open("a", encoding="ascii") as file:
+                file.write(f"{key} {digest}\n")
+    return known[key]
+
+
+def sha256_files(paths: Iterable[Path]) -> dict[Path, str]:
+    """SHA-256 of files, several at a time: hashing releases Python's lock."""
+    wanted = list(dict.fromkeys(paths))
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(wanted, pool.map(sha256_file, wanted), strict=True))
+
+
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _identity(stat: os.stat_result) -> str:
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+
+
+def _hashes_path() -> Path:
+    return platformdirs.user_cache_path("ghostexport", appauthor=False) / "sha256.txt"
+
+
+@functools.cache
+def _known_hashes() -> dict[str, str]:
+    try:
+        lines = _hashes_path().read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {key: digest for key, _, digest in (line.partition(" ") for line in lines) if len(digest) == 64}
 
 
 @contextlib.contextmanager

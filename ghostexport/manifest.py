@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ghostexport.files import sha256_file
+from ghostexport.files import sha256_file, sha256_files
 
 SCHEMA = "ghostexport.manifest/3"
 #: Schemas that are migrated when a folder is first read.
@@ -36,10 +36,14 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """What is recorded of a file."""
-    stat = path.stat()
-    return {"sha256": sha256_file(path), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+def fingerprints(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """What is recorded of files, by their key."""
+    hashes = sha256_files(files.values())
+    stats = {key: path.stat() for key, path in files.items()}
+    return {
+        key: {"sha256": hashes[path], "bytes": stats[key].st_size, "mtime_ns": stats[key].st_mtime_ns}
+        for key, path in files.items()
+    }
 
 
 def matches(record: Mapping[str, Any], path: Path) -> bool:

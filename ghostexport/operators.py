@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -201,36 +200,6 @@ def _like(x: Any, values: Any) -> Any:
     return x.new_tensor(values) if isinstance(values, np.ndarray) else values.to(x)
 
 
-def product(boundary: Boundary, singles: Sequence[Operator]) -> Operator:
-    """One operator that does what ``singles`` do one after the other: ``(I + M)(I + N) = I + (M + N + M N)``.
-
-    Raises:
-        RecoveryError: one folds weights, acts inside a block, or is no full matrix.
-    """
-    kind = singles[0].kind
-    if any(o.folds or o.site != "boundary" or o.factors is not None for o in singles):
-        raise RecoveryError(
-            f"--per-block does not apply to {kind}: its maps are no full matrices at the boundary.",
-            "Leave --per-block out, or use ghost or linearpatch.",
-        )
-    fit = {"blocks": [dict(o.fit) for o in singles]}
-    if all(o.scale is not None for o in singles):
-        return Operator(boundary, kind, scale=math.prod(o.scale or 1.0 for o in singles), fit=fit)
-    if all(o.diagonal is not None for o in singles):
-        gain = np.prod([1 + o.diagonal.astype(np.float64) for o in singles if o.diagonal is not None], axis=0)
-        return Operator(boundary, kind, diagonal=(gain - 1).astype(np.float32), fit=fit)
-    if not any(o.adds_nodes for o in singles):
-        return Operator(boundary, kind, fit=fit)
-    M, *others = [o.matrix.astype(np.float64) for o in singles if o.matrix is not None]
-    b, *biases = [None if o.bias is None else o.bias.astype(np.float64) for o in singles]
-    for N, c in zip(others, biases, strict=True):
-        M = M + N + M @ N
-        b = None if b is None or c is None else b + b @ N + c
-    return Operator(
-        boundary, kind, delta=M.astype(np.float32), bias=None if b is None else b.astype(np.float32), fit=fit
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class OperatorSet:
     """The operators of one variant, one per boundary, in boundary order.
@@ -346,20 +315,30 @@ def load_operators(path: Path) -> OperatorSet:
     Raises:
         RunFolderError: the file is missing, truncated, of another format, or inconsistent with its own header.
     """
+    header, tensors = _read(path)
+    try:
+        return parse_operators(header, tensors)
+    except (KeyError, IndexError, TypeError, ValueError, RecipeError) as error:
+        raise RunFolderError(f"{path} contradicts its own header: {error}", _REMAKE) from error
+
+
+def read_fits(path: Path) -> list[dict[str, Any]]:
+    """Figures of the fit at every cut, from the header alone; raises as :func:`load_operators`."""
+    return [dict(entry["fit"]) for entry in _read(path, arrays=False)[0]["operators"]]
+
+
+def _read(path: Path, arrays: bool = True) -> tuple[dict[str, Any], dict[str, FloatArray]]:
     try:
         with safe_open(path, framework="numpy") as file:
             header = json.loads((file.metadata() or {}).get("ghostexport", "{}"))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            tensors = {key: file.get_tensor(key) for key in file.keys()} if arrays else {}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
         raise RunFolderError(f"Operator file {path} does not exist.", "Make it with: ghostexport recover RUN") from None
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise RunFolderError(f"Operator file {path} is not a readable safetensors file: {error}", _REMAKE) from error
     if header.get("format") not in (FORMAT, FORMAT_WEIGHTS):
         raise RunFolderError(f"{path} is not an operator file of format {FORMAT}.", _REMAKE)
-    try:
-        return parse_operators(header, tensors)
-    except (KeyError, IndexError, TypeError, ValueError, RecipeError) as error:
-        raise RunFolderError(f"{path} contradicts its own header: {error}", _REMAKE) from error
+    return header, tensors
 
 
 def parse_operators(header: Mapping[str, Any], tensors: Mapping[str, FloatArray]) -> OperatorSet:

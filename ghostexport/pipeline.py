@@ -23,7 +23,7 @@ from ghostexport.errors import GhostExportError, RecipeError, RunFolderError
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
 from ghostexport.manifest import versions_of
-from ghostexport.recipe import Recipe, float_variant
+from ghostexport.recipe import Recipe, float_variant, parse_recipe, read_recipe
 from ghostexport.resolution import loaded_of, resolve, source_of
 from ghostexport.runfolder import Outside, RunFolder
 
@@ -263,7 +263,8 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
     Raises:
         GhostExportError: any of :mod:`ghostexport.errors`; finished stages are kept.
     """
-    execution = execution or Execution()
+    execution, asked = execution or Execution(), list(recipe.recover.operators)
+    recipe = _as_resolved_before(recipe, folder, execution)
     building = "build" in {stage.name for stage in _wanted(goal, recipe)}
     recipe, loaded = resolve(recipe, execution, fitting=goal not in ("calibrate", "export"), building=building)
     with folder.lock():
@@ -275,6 +276,19 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
         del loaded
         for stage in wanted:
             _run_stage(stage, folder, recipe, execution)
+        if asked != list(recipe.recover.operators) and "recover" in {stage.name for stage in wanted}:
+            folder.note("recover", asked=asked)
+
+
+def _as_resolved_before(recipe: Recipe, folder: RunFolder, execution: Execution) -> Recipe:
+    """With what ``best`` stood for when ``recover`` ran, where that is current: the model need not be looked at."""
+    entry = folder.manifest()["stages"].get("recover", {})
+    if entry.get("asked") != list(recipe.recover.operators) or not folder.recipe_path.is_file():
+        return recipe
+    operators = parse_recipe(read_recipe(folder.recipe_path)).recover.operators
+    before = recipe.model_copy(update={"recover": recipe.recover.model_copy(update={"operators": operators})})
+    (recover_stage,) = (stage for stage in STAGES if stage.name == "recover")
+    return before if _is_current(recover_stage, folder, before, execution) else recipe
 
 
 def preflight(recipe: Recipe, execution: Execution, goal: str, loaded: LoadedModel | None = None) -> None:
@@ -363,7 +377,9 @@ def _outside(stage: Stage, recipe: Recipe, execution: Execution) -> Outside:
             folders = {"model": source_of(recipe, execution)} if "model" in stage.sections else {}
             if stage.name == "recover" and recipe.recover.weights is not None:
                 folders["weights"] = Path(recipe.recover.weights)
-            return {f"{role}/{p.name}": p for role, place in folders.items() for p in models.source_files(place)}
+            weighty = stage.name != "calibrate"  # it reads the tokenizer
+            every = ((role, path) for role, place in folders.items() for path in models.source_files(place, weighty))
+            return {f"{role}/{path.name}": path for role, path in every}
         except (ImportError, GhostExportError, OSError):
             return None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ghostexport.operators import OperatorSet
+from ghostexport.operators import read_fits
 from ghostexport.recipe import float_variant
 
 
@@ -26,7 +26,7 @@ class RunFiles:
         sidecars: runtime -> variant -> engine sidecar.
         surgery: variant -> surgery report.
         quantization: quantised variant -> quantisation report.
-        operators: variant -> operators.
+        operator_files: variant -> file of its operators; weights are not read unless asked for.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class RunFiles:
     sidecars: dict[str, dict[str, dict[str, Any]]]
     surgery: dict[str, dict[str, Any]]
     quantization: dict[str, dict[str, Any]]
-    operators: dict[str, OperatorSet]
+    operator_files: dict[str, Path]
 
     @property
     def model(self) -> str:
@@ -66,5 +66,12 @@ class RunFiles:
         operators = self.recipe.get("recover", {}).get("operators", [])
         named = [v for b in self.benches.values() for v in b["variants"]]
         measured = [v for found in (self.engine_quality, self.model_quality) for v in found.get("variants", {})]
-        found = dict.fromkeys(["dense", "pruned", *operators, *named, *measured, *self.operators, *self.quantization])
+        found = dict.fromkeys(
+            ["dense", "pruned", *operators, *named, *measured, *self.operator_files, *self.quantization]
+        )
         return sorted(found, key=lambda name: name != float_variant(name))  # the quantised ones last
+
+    @property
+    def fits(self) -> dict[str, list[dict[str, Any]]]:
+        """Variant -> figures of the fit at every cut, from the heads of the files."""
+        return {variant: read_fits(path) for variant, path in self.operator_files.items()}

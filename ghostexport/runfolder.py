@@ -21,7 +21,7 @@ from ghostexport.files import atomic_path, cannot_write, write_json
 from ghostexport.manifest import (
     OLD_SCHEMAS,
     SCHEMA,
-    fingerprint,
+    fingerprints,
     machine,
     matches,
     migrate,
@@ -158,7 +158,7 @@ class RunFolder:
             sidecars={d.name: {f.stem: _json(f) for f in sorted(d.glob("*.json"))} for d in runtimes},
             surgery=self._by_variant(".surgery.json"),
             quantization=self._by_variant(".quantization.json"),
-            operators={f.stem: load_operators(f) for f in sorted((self.path / "operators").glob("*.safetensors"))},
+            operator_files={f.stem: f for f in sorted((self.path / "operators").glob("*.safetensors"))},
         )
 
     def _by_variant(self, suffix: str) -> dict[str, dict[str, Any]]:
@@ -272,14 +272,20 @@ class RunFolder:
         manifest = self.manifest()
         manifest["stages"][stage] = {
             "sections": sections,
-            "inputs": {self._key(path): fingerprint(path) for path in inputs},
-            "outside": {role: fingerprint(path) for role, path in (outside() or {}).items()},
-            "outputs": {self._key(path): fingerprint(path) for path in outputs},
+            "inputs": fingerprints({self._key(path): path for path in inputs}),
+            "outside": fingerprints(outside() or {}),
+            "outputs": fingerprints({self._key(path): path for path in outputs}),
             "versions": dict(versions),
             "machine": machine(),
             "seconds": round(seconds, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
+        write_json(self.manifest_path, manifest)
+
+    def note(self, stage: str, **facts: Any) -> None:
+        """Adds to the entry of a finished stage what is no condition of its being current."""
+        manifest = self.manifest()
+        manifest["stages"][stage] |= facts
         write_json(self.manifest_path, manifest)
 
     def outputs(self, stage: str) -> list[Path]:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ghostexport.errors import RunFolderError
+from ghostexport.operators import read_fits
 from ghostexport.recipe import parse_recipe, read_recipe
 from ghostexport.runfiles import RunFiles
 from ghostexport.runfolder import RunFolder
@@ -97,7 +98,7 @@ def print_run(path: Path, as_json: bool = False) -> None:
     recipe = parse_recipe(read_recipe(folder.recipe_path), str(folder.recipe_path))
     run = folder.read()
     if as_json:
-        facts = {name: getattr(run, name) for name in _RAW} | {"fits": _fits(run), "path": str(path)}
+        facts = {name: getattr(run, name) for name in _RAW} | {"fits": run.fits, "path": str(path)}
         _out.print_json(
             json.dumps(facts | {"summary": {name: bench["summary"] for name, bench in run.benches.items()}})
         )
@@ -112,11 +113,6 @@ def print_run(path: Path, as_json: bool = False) -> None:
 
 #: Parsed files of a run that ``show --json`` gives as they are.
 _RAW = ("recipe", "plan", "finished", "engine_quality", "model_quality", "parity", "sidecars", "quantization")
-
-
-def _fits(run: RunFiles) -> dict[str, Any]:
-    """Variant -> figures of the fit at every cut."""
-    return {name: [dict(one.fit) for one in operators.operators] for name, operators in run.operators.items()}
 
 
 def variant_rows(run: RunFiles, variants: Sequence[str]) -> list[dict[str, str]]:
@@ -136,8 +132,8 @@ def _variant_facts(run: RunFiles, variant: str) -> dict[str, str]:
         facts["MB"] = f"{size['weight_bytes'] / 1e6:.1f}"
     if variant in run.quantization:
         facts["weights in"] = run.quantization[variant]["form"]
-    if variant in run.operators:
-        fits = [operator.fit for operator in run.operators[variant].operators]
+    if variant in run.operator_files:
+        fits = read_fits(run.operator_files[variant])
         for column, key in (("NMSE held-out", "nmse_held_out"), ("relative error held-out", "relative_error_held_out")):
             facts[column] = ", ".join(f"{fit[key]:.3f}" for fit in fits if key in fit)
     # of the engines where they are benchmarked, else of the models; none that an earlier plan left

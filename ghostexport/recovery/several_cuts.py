@@ -21,10 +21,11 @@ from dataclasses import replace
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.composing import product
 from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, patch, read_residuals
 from ghostexport.moments import require_finite
-from ghostexport.operators import Operator, OperatorSet, product
+from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import BlockSpan, Boundary, PrunePlan
 from ghostexport.recovery.held_out import BoundaryErrors
 from ghostexport.recovery.last_block import LastBlock, tapped

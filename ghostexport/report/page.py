@@ -15,6 +15,7 @@ import numpy as np
 from ghostexport.benchmarking.budget import FIT_COLUMNS, REACHED, Fit
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.files import write_bytes
+from ghostexport.operators import load_operators
 from ghostexport.report import plots
 from ghostexport.report.explanation import explain
 from ghostexport.report.runs import Sweep, sweep_plots
@@ -226,7 +227,8 @@ def _operators(run: RunFiles) -> Section:
     fits: dict[str, Mapping[str, Any]] = {}
     spectra: dict[str, Any] = {}
     maps: list[str] = []
-    for variant, operators in run.operators.items():
+    for variant, path in run.operator_files.items():
+        operators = load_operators(path)
         for b, operator in enumerate(operators.operators):
             name = variant if len(operators.operators) == 1 else f"{variant} {b}"
             fits[name] = operator.fit
@@ -234,7 +236,7 @@ def _operators(run: RunFiles) -> Section:
             if matrix is not None and len(maps) < MAX_HEAT_MAPS:
                 maps.append(plots.heat_map(f"M of {name}", np.asarray(matrix, np.float32)))
                 spectra[name] = np.linalg.svd(np.asarray(matrix, np.float32), compute_uv=False)
-    if not run.operators:
+    if not run.operator_files:
         section.missing = f"No operators yet. Fit them with: ghostexport recover {run.path}"
     if spectra:
         section.plots = [*maps, plots.singular_values(spectra)]

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,10 @@ def record_build(
         path=files[0],
         flags=build_flags(settings),
         weight_bytes=interface.weight_bytes,
-        graph_sha256=file_sha256(graph),
-        plan_sha256=file_sha256(files[0]),
-        sha256={file.name: file_sha256(file) for file in files},
-        graph_data_sha256={file.name: file_sha256(file) for file in interface.data_files},
+        graph_sha256=sha256_file(graph),
+        plan_sha256=sha256_file(files[0]),
+        sha256={file.name: sha256_file(file) for file in files},
+        graph_data_sha256={file.name: sha256_file(file) for file in interface.data_files},
         inputs=interface.inputs,
         outputs=interface.outputs,
         extra=dict(extra)
@@ -65,8 +64,8 @@ def record_swap(engine: EngineFile, operators: OperatorSet, files: Sequence[Path
         path=files[0],
         variant=operators.name,
         plan_bytes=plan_bytes,
-        plan_sha256=file_sha256(files[0]),
-        sha256={file.name: file_sha256(file) for file in files},
+        plan_sha256=sha256_file(files[0]),
+        sha256={file.name: sha256_file(file) for file in files},
         extra={**engine.extra, "swapped_from": engine.path.name, "operators_sha256": operators.sha256},
     )
     return _write(swapped)
@@ -112,7 +111,7 @@ def read_sidecar(path: Path) -> EngineFile:
 def require_intact(engine: EngineFile) -> None:
     """Raises RunFolderError when a file of the engine is not the one its sidecar describes."""
     for name, sha256 in engine.sha256.items():
-        if file_sha256(engine.path.parent / name) != sha256:
+        if sha256_file(engine.path.parent / name) != sha256:
             raise RunFolderError(f"{engine.path.parent / name} was truncated or edited (its hash differs).", _REBUILD)
 
 
@@ -121,8 +120,8 @@ def is_current(engine: EngineFile, version: str, graph: Path, data: Iterable[Pat
     return (
         engine.version == version
         and engine.flags == build_flags(settings)
-        and engine.graph_sha256 == file_sha256(graph)
-        and engine.graph_data_sha256 == {file.name: file_sha256(file) for file in data}
+        and engine.graph_sha256 == sha256_file(graph)
+        and engine.graph_data_sha256 == {file.name: sha256_file(file) for file in data}
     )
 
 
@@ -138,17 +137,6 @@ def remove_leftovers(target: Path) -> None:
 def build_flags(settings: BuildSection) -> dict[str, Any]:
     """The settings that shape one engine, as the sidecar stores them."""
     return settings.model_dump(mode="json", exclude={"runtimes"})
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file; a file that was not touched is hashed once per process (weights can be gigabytes)."""
-    stat = path.stat()
-    return _sha256(path, stat.st_size, stat.st_mtime_ns)
-
-
-@lru_cache(maxsize=256)
-def _sha256(path: Path, size: int, mtime_ns: int) -> str:
-    return sha256_file(path)
 
 
 _REBUILD = "Build the engine again with: ghostexport build engine"

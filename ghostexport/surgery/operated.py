@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
+from ghostexport.composing import product
 from ghostexport.errors import AlreadySpliced, RecipeError, SurgeryError
 from ghostexport.new_weights import NewWeight
 from ghostexport.onnxfile import values
-from ghostexport.operators import FloatArray, Operator, OperatorSet, parse_operators, product
+from ghostexport.operators import FloatArray, Operator, OperatorSet, parse_operators
 from ghostexport.plan import Boundary, PrunePlan
 from ghostexport.surgery.cut import Place, live_nodes, remove_dead, set_addends, without_sum
 from ghostexport.surgery.layout import SKIP_NORMS

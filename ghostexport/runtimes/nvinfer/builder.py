@@ -14,7 +14,7 @@ from typing import Any
 
 from ghostexport.errors import BuildError, RuntimeUnavailableError
 from ghostexport.execution import Execution
-from ghostexport.files import atomic_path, require_space
+from ghostexport.files import atomic_path, require_space, sha256_file
 from ghostexport.operators import OperatorSet
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.base import Availability, EngineFile
@@ -26,7 +26,7 @@ from ghostexport.runtimes.nvinfer.diagnosis import capture_log, explain
 from ghostexport.runtimes.nvinfer.engine_loading import why_not_loadable
 from ghostexport.runtimes.nvinfer.nv_session import NvSession
 from ghostexport.runtimes.nvinfer.profiles import Profile, plan_profiles, require_capacity, trtexec_lines
-from ghostexport.runtimes.sidecar import file_sha256, record_build, remove_leftovers, require_intact
+from ghostexport.runtimes.sidecar import record_build, remove_leftovers, require_intact
 
 #: Host memory a build needs, as a multiple of the weights' bytes (reports of TensorRT-Edge-LLM users: three to four).
 _MEMORY_FACTOR = 4
@@ -108,7 +108,7 @@ class NvInfer:
         remove_leftovers(target)
         require_space(target.parent, interface.weight_bytes, f"the {variant} engine")
         execution.say(_estimate(f"{self.title} {trt.__version__}: {variant}", interface))
-        network_name = f"{variant}|{file_sha256(graph)[:16]}"
+        network_name = f"{variant}|{sha256_file(graph)[:16]}"
         started = time.perf_counter()
         parts = _plans(target, profiles, settings)
         facts: dict[str, Any] = {}
