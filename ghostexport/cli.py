@@ -191,21 +191,25 @@ def quantize(
     block: Annotated[int | None, typer.Option(help="Inputs per scale; default: what divides every weight.")] = None,
     scales: Annotated[str | None, typer.Option(help="search (default), or absmax.")] = None,
     head: Annotated[str | None, typer.Option(help="Head and tied embedding: keep (default), int8, same.")] = None,
+    activations: Annotated[str | None, typer.Option(help="none (default), or static: inputs are rounded too.")] = None,
+    smooth: Annotated[float | None, typer.Option(help="SmoothQuant's exponent for static inputs.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="A run's calibration file: scales are weighted by what the graph sees on it.")
     ] = None,
 ) -> None:
     """Quantise the weights of an exported graph (or run the quantize stage of a run folder)."""
+    given = {"block": block, "scales": scales, "head": head, "activations": activations, "smooth": smooth}
     if not target.endswith(".onnx"):
-        given = {"format": form, "block": block, "scales": scales, "head": head}
-        _run_to("quantize", target, output, None, {"quantize": given})
+        _run_to("quantize", target, output, None, {"quantize": {"format": form} | given})
         return
     from ghostexport import api
     from ghostexport import show as screen
     from ghostexport.execution import Execution
+    from ghostexport.quantization.targets import Settings
 
     if output is None:
         raise RecipeError("quantize writes a new graph.", "Name a folder for it with -o.")
+    settings = Settings(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
     with screen.display() as callbacks:
         for name in form or ["int4"]:
             made = output / f"{Path(target).stem}.{name}.onnx"
@@ -214,9 +218,7 @@ def quantize(
                 made,
                 name,
                 calibration=calibration,
-                block=block,
-                scales=scales or "search",
-                head=head or "keep",
+                settings=settings,
                 execution=Execution(**callbacks),
             )
             screen.print_quantization(report)

@@ -110,6 +110,8 @@ FLAGS: dict[str, Flag] = {
     ),
     "block": Flag("quantize", "block", int, "Inputs that share a scale."),
     "scales": Flag("quantize", "scales", str, "search or absmax: how scales are chosen."),
+    "activations": Flag("quantize", "activations", str, "none, or static: inputs are rounded too (int8, fp8)."),
+    "smooth": Flag("quantize", "smooth", float, "SmoothQuant's exponent for static inputs."),
     "head": Flag("quantize", "head", str, "Head and tied embedding: keep, int8, or same as the rest."),
     "runtime": Flag("build", "runtimes", list[str], "onnxruntime, tensorrt, tensorrt-rtx; repeatable."),
     "profiles": Flag("build", "profiles", str, "joint, split or single."),

@@ -147,21 +147,21 @@ def surgery(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pat
 def quantize(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Derives the quantised variants from the float graphs, scales weighted by what each graph sees itself."""
     from ghostexport import calibration
-    from ghostexport.quantization.importance import TOKENS, measure_importance
+    from ghostexport.quantization.inputs import measure_inputs
     from ghostexport.quantization.writer import quantize_graph
 
-    how, written = recipe.quantize.model_dump(exclude={"format"}), []
+    settings = recipe.quantize.settings
+    written: list[Path] = []
     drawn, _ = calibration.load(folder.calibration_path)
-    tokens = drawn.tokens[: max(1, TOKENS // drawn.tokens.shape[1])]
-    importance: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for variant in recipe.quantized_variants:
         source, form = float_variant(variant), variant.rpartition(".")[2]
         graph, output = folder.graph_path(source), folder.graph_path(variant)
-        if recipe.quantize.scales == "search" and source not in importance:
+        if settings.needs_inputs and source not in inputs:
             seen = functools.partial(execution.progress, f"quantize: what {source} sees")
-            importance[source] = measure_importance(graph, tokens, seen)
+            inputs[source] = measure_inputs(graph, drawn.tokens, seen)
         progress = functools.partial(execution.progress, f"quantize: {variant}")
-        report = quantize_graph(graph, output, form, importance=importance.get(source), progress=progress, **how)
+        report = quantize_graph(graph, output, form, settings, inputs=inputs.get(source), progress=progress)
         written += [output, output.with_name(f"{output.name}.data"), folder.quantization_path(variant)]
         execution.say(f"quantize: {variant}: {report.summary}")
     return written

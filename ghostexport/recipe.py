@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from ghostexport.errors import RecipeError
-from ghostexport.quantization.targets import HEADS, SCALES, SMALLEST_SM
+from ghostexport.quantization.targets import SMALLEST_SM, Settings
 from ghostexport.recovery.registry import OPERATORS
 from ghostexport.selection.criteria import CRITERIA
 from ghostexport.validation import WHOLE, Section, explain, require_each_once, require_name
@@ -45,6 +45,10 @@ def _runtimes(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _forms(names: tuple[str, ...]) -> tuple[str, ...]:
     return require_each_once(names, names, SMALLEST_SM, "format")
+
+
+def _listed(given: Any) -> Any:
+    return () if given in ("none", ["none"], ("none",)) else [given] if isinstance(given, str) else given
 
 
 class ModelSection(Section):
@@ -165,26 +169,30 @@ class QuantizeSection(Section):
     """Which quantised variants there are beside the float ones; see :mod:`ghostexport.quantization`.
 
     Attributes:
-        format: forms of the weights; every variant but ``pruned`` exists in each: ``dense.int4``, ``ghost.int4``. One
-            name, ``none``, or a list.
-        block: inputs per scale; None for the form's first that divides every linear's inputs.
-        scales: ``search``: least error, weighted by what each linear sees on the calibration set; ``absmax``.
-        head: what becomes of the head, and of an embedding tied to it: ``keep``, ``int8``, or ``same`` as the rest.
+        format: a form, ``none`` or a list; every variant but ``pruned`` exists in each: ``dense.int4``, ``ghost.int4``.
+        block, scales, head, operator, activations, smooth, keep: :class:`ghostexport.quantization.targets.Settings`.
     """
 
-    format: Annotated[tuple[str, ...], AfterValidator(_forms)] = ()
+    format: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_forms)] = ()
     block: Annotated[int, Field(ge=1)] | None = None
-    scales: Annotated[str, AfterValidator(lambda name: require_name(name, SCALES, "way to scale"))] = "search"
-    head: Annotated[str, AfterValidator(lambda name: require_name(name, HEADS, "way to treat the head"))] = "keep"
+    scales: str = "search"
+    head: str = "keep"
+    operator: str = "keep"
+    activations: str = "none"
+    smooth: Annotated[float, Field(gt=0, lt=1)] | None = None
+    keep: str = "auto"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _resolve(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "format" not in data:
-            return data
-        given = data["format"]
-        names = (given,) if isinstance(given, str) else given
-        return data | {"format": () if names in (("none",), ["none"]) else names}
+    @model_validator(mode="after")
+    def _supported(self) -> QuantizeSection:
+        settings = self.settings
+        for form in self.format:
+            settings.require_form(form)
+        return self
+
+    @property
+    def settings(self) -> Settings:
+        """All but the formats."""
+        return Settings(**self.model_dump(exclude={"format"}))
 
 
 class BuildSection(Section):
@@ -365,9 +373,7 @@ def parse_recipe(data: Any, origin: str = "recipe") -> Recipe:
     except ValidationError as error:
         raise RecipeError("\n".join(explain(Recipe, origin, e) for e in error.errors())) from None
     except TypeError as error:
-        raise RecipeError(
-            f"{origin}: {error}", "A recipe is plain YAML: mappings, lists, strings and numbers."
-        ) from None
+        raise RecipeError(f"{origin}: {error}", "A recipe has mappings, lists, strings and numbers.") from None
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -379,9 +385,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"Recipe {path} is not readable YAML: {error}") from None
     if not isinstance(data, dict):
-        raise RecipeError(
-            f"Recipe {path} is not a mapping of sections.", f"Sections: {', '.join(Recipe.model_fields)}."
-        )
+        sections = ", ".join(Recipe.model_fields)
+        raise RecipeError(f"Recipe {path} is not a mapping of sections.", f"Sections: {sections}.")
     return data
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ghostexport.calibration import CalibrationSet, Tokens
     from ghostexport.exporters.graph_file import OnnxGraphFile
     from ghostexport.models import LoadedModel
+    from ghostexport.quantization.targets import Settings
     from ghostexport.quantization.writer import QuantizationReport
     from ghostexport.runtimes.base import EngineFile
     from ghostexport.surgery.surgery_report import SurgeryReport
@@ -123,38 +124,35 @@ def quantize(
     form: str = "int4",
     *,
     calibration: Tokens | CalibrationSet | str | Path | None = None,
-    block: int | None = None,
-    scales: str = "search",
-    head: str = "keep",
+    settings: Settings | None = None,
     execution: Execution | None = None,
 ) -> QuantizationReport:
-    """Quantises the weights of a graph; see :func:`ghostexport.quantization.writer.quantize_graph`.
+    """Quantises a graph; see :func:`ghostexport.quantization.writer.quantize_graph`.
 
     Args:
         graph: ONNX file of a float decoder, of any producer.
         output: the new ONNX file; its report lies beside it.
         form: ``int4``, ``int8``, ``fp8`` or ``nvfp4``.
         calibration: tokens, or a run's file of them; the search is weighted by what the graph sees on them.
-        block, scales, head: as in :class:`QuantizeSection`.
+        settings: block, scales, head, operator, activations; static activations need ``calibration``.
 
     Raises:
-        RecipeError: an unknown form, way to scale, or way to treat the head.
+        RecipeError: an unknown form, or settings that it has no kernels for.
         SurgeryError: nothing to quantise, quantised already, or a block that does not divide.
     """
     from ghostexport.calibration import load
-    from ghostexport.quantization.importance import measure_importance
+    from ghostexport.quantization.inputs import measure_inputs
+    from ghostexport.quantization.targets import Settings
     from ghostexport.quantization.writer import quantize_graph
 
     execution, path = execution or Execution(), path_of(graph)
-    importance = None
+    inputs = None
     if calibration is not None:
         drawn = load(Path(calibration)) if isinstance(calibration, str | Path) else calibration
         seen = functools.partial(execution.progress, "quantize: inputs")
-        importance = measure_importance(path, drawn_of(drawn).tokens, seen)
+        inputs = measure_inputs(path, drawn_of(drawn).tokens, seen)
     progress = functools.partial(execution.progress, f"quantize: {form}")
-    return quantize_graph(
-        path, Path(output), form, block=block, scales=scales, head=head, importance=importance, progress=progress
-    )
+    return quantize_graph(path, Path(output), form, settings or Settings(), inputs=inputs, progress=progress)
 
 
 def _tuned(graph: Path, folder: Path, change: Plan | None, pattern: str | None) -> OperatorSet:

@@ -1,12 +1,14 @@
-"""The PyTorch twin of a quantised graph: the weights that were rounded hold what their rounded numbers stand for."""
+"""The PyTorch twin of a quantised graph: weights hold what their rounded numbers stand for, inputs are rounded."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -14,7 +16,8 @@ from torch import nn
 from ghostexport.errors import ParityError
 from ghostexport.models.variants import share_weights
 from ghostexport.onnxfile import load_graph, values
-from ghostexport.quantization.reader import rounded_weights
+from ghostexport.quantization.forms import E4M3_MAX
+from ghostexport.quantization.reader import RoundedInput, rounded_inputs, rounded_weights
 
 #: A weight of model and graph that surgery and PyTorch folded an operator into each: rounded in another order.
 _SAME = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
@@ -35,6 +38,7 @@ def round_weights(model: Any, source: Path, quantized: Path) -> Any:
     """
     twin = share_weights(model)
     stored = load_graph(source).graph.initializers
+    inputs = rounded_inputs(quantized)
     for name, rounded in rounded_weights(quantized):
         weight = stored[name].const_value
         assert weight is not None
@@ -48,7 +52,22 @@ def round_weights(model: Any, source: Path, quantized: Path) -> Any:
             parameter = getattr(module, key)
             value = torch.from_numpy(np.ascontiguousarray(rounded.T if transposed else rounded))
             setattr(module, key, nn.Parameter(value.to(parameter), requires_grad=False))
+            if name in inputs and not isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(functools.partial(_round_input, inputs[name]))
     return twin
+
+
+def _round_input(how: RoundedInput, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``QuantizeLinear`` and ``DequantizeLinear`` of a module's first argument, which is what it multiplies."""
+    x, *others = arguments
+    if how.inverse is not None:
+        x = x * torch.from_numpy(how.inverse).to(x)
+    scaled = x.float() / how.scale
+    if how.dtype == ir.DataType.INT8:
+        q = scaled.round().clamp(-128, 127)
+    else:
+        q = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return ((q * how.scale).to(x), *others)
 
 
 def _equal(model: nn.Module, weight: NDArray[np.float32]) -> Iterator[tuple[nn.Module, str, bool]]:

@@ -40,6 +40,11 @@ class Linear:
     head: bool
 
     @property
+    def kind(self) -> str:
+        """``body``, ``head`` or ``operator``."""
+        return "operator" if OPERATOR.match(self.name) else "head" if self.head else "body"
+
+    @property
     def name(self) -> str:
         return self.weight.name or ""
 
@@ -51,14 +56,16 @@ class Linear:
         return (rows, columns) if self.inputs_axis == 0 else (columns, rows)
 
 
-def find_linears(model: ir.Model) -> list[Linear]:
-    """Every quantisable weight of the main graph, in graph order; others are simply not listed."""
+def find_linears(model: ir.Model, operators: bool = False) -> list[Linear]:
+    """Every quantisable weight of the main graph, in graph order (those of operators on request)."""
     outputs = {value for value in model.graph.outputs if "logits" in (value.name or "")}
     order = {node: i for i, node in enumerate(model.graph)}
     found = [
         linear
         for value in model.graph.initializers.values()
-        if (linear := _linear(value, outputs)) is not None and all(node in order for node in linear.readers)
+        if (operators or not OPERATOR.match(value.name or ""))
+        and (linear := _linear(value, outputs)) is not None
+        and all(node in order for node in linear.readers)
     ]
     return sorted(found, key=lambda linear: order[linear.readers[0]])
 
@@ -66,8 +73,6 @@ def find_linears(model: ir.Model) -> list[Linear]:
 def _linear(value: ir.Value, outputs: set[ir.Value]) -> Linear | None:
     tensor = value.const_value
     if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in SCALE_DTYPES:
-        return None
-    if OPERATOR.match(value.name or ""):
         return None
     axes, products, embedding = set(), [], False
     for node, index in value.uses():

@@ -1,8 +1,9 @@
-"""What the rounded numbers of a quantised graph stand for: weight by weight, or as a float graph."""
+"""What the rounded numbers of a quantised graph stand for: weight by weight, or as a float graph; rounded inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,48 @@ from ghostexport.errors import SurgeryError
 from ghostexport.onnxfile import load_graph, values
 
 _SUFFIX = ".q"
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedInput:
+    """What is done to the input of a weight before the product: ``round(x * inverse / scale) * scale``.
+
+    Attributes:
+        dtype: ``INT8`` or ``FLOAT8E4M3FN``.
+        scale: of the tensor.
+        inverse: ``1 / s [K]`` of SmoothQuant; None without.
+    """
+
+    dtype: ir.DataType
+    scale: float
+    inverse: NDArray[np.float32] | None
+
+
+def rounded_inputs(graph: Path) -> dict[str, RoundedInput]:
+    """By the name of the float weight, how the input that it meets is rounded; empty when weights alone are."""
+    found = {}
+    for node in _unpacking(load_graph(graph)):
+        for product in _products(node):
+            unpack = product.inputs[0].producer() if product.inputs[0] is not None else None
+            rounding = unpack.inputs[0].producer() if unpack is not None and unpack.inputs[0] is not None else None
+            if unpack is None or rounding is None or rounding.op_type != "QuantizeLinear":
+                continue
+            smooth = rounding.inputs[0].producer() if rounding.inputs[0] is not None else None
+            inverse = None
+            if smooth is not None and (smooth.name or "").endswith(".input.smoothed"):
+                inverse = values(_constant(smooth.inputs[1])).astype(np.float32)
+            scale = float(values(_constant(rounding.inputs[1])).astype(np.float32))
+            name = (node.inputs[0].name or "").removesuffix(_SUFFIX)  # type: ignore[union-attr]
+            found[name] = RoundedInput(_constant(rounding.inputs[2]).dtype, scale, inverse)
+    return found
+
+
+def _products(node: ir.Node) -> Iterator[ir.Node]:
+    for after, index in node.outputs[0].uses():
+        if after.op_type in ("MatMul", "Gemm") and index == 1:
+            yield after
+        elif after.op_type == "Transpose":
+            yield from _products(after)
 
 
 def rounded_weights(graph: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:

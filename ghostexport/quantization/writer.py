@@ -1,4 +1,4 @@
-"""Graph in, graph out: every linear's weight becomes ``DequantizeLinear(q, s)``; nothing else changes.
+"""Graph in, graph out: every linear's weight becomes ``DequantizeLinear(q, s)``; on request its input is rounded too.
 
 ::
 
@@ -21,13 +21,15 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ghostexport.errors import NameCollision, SurgeryError
+from ghostexport.errors import NameCollision, RecipeError, SurgeryError
 from ghostexport.files import write_json
 from ghostexport.onnxfile import load_graph, save_graph, weight_bytes
+from ghostexport.quantization import activations
 from ghostexport.quantization.forms import FORMS, SCALE_DTYPES, Form
+from ghostexport.quantization.inputs import Inputs
 from ghostexport.quantization.linears import Linear, find_linears
 from ghostexport.quantization.scales import dequantize, quantize, relative_error
-from ghostexport.quantization.targets import HEADS, SCALES
+from ghostexport.quantization.targets import DEFAULTS, Settings
 from ghostexport.validation import require_name
 
 #: Oldest opset whose decoders read the same when a newer one is declared.
@@ -56,7 +58,8 @@ class QuantizedLinear:
         block: inputs that share a scale; None for a scale per output channel.
         relative_error: of the layer's output for uncorrelated inputs, weighted by what was measured of them.
         bytes: of the weight and its scales now.
-        reason: why it was kept, or took another form than asked.
+        activations: whether its input is rounded to the same form.
+        reason: why it was kept, its input was not rounded, or it took another form than asked.
     """
 
     weight: str
@@ -65,6 +68,7 @@ class QuantizedLinear:
     block: int | None
     relative_error: float
     bytes: int
+    activations: bool = False
     reason: str = ""
 
 
@@ -75,7 +79,7 @@ class QuantizationReport:
     Attributes:
         source, output: file names.
         form: asked for.
-        scales: ``search`` or ``absmax``.
+        settings: how.
         weighted: the search was weighted by measured inputs.
         opset_before, opset_after: of the default domain.
         weight_bytes_before, weight_bytes_after: of all initializers.
@@ -85,7 +89,7 @@ class QuantizationReport:
     source: str
     output: str
     form: str
-    scales: str
+    settings: Settings
     weighted: bool
     opset_before: int
     opset_after: int
@@ -98,7 +102,9 @@ class QuantizationReport:
         """One line: how many weights, how large."""
         rounded = sum(linear.form is not None for linear in self.linears)
         before, after = self.weight_bytes_before / 1e6, self.weight_bytes_after / 1e6
-        return f"{rounded} of {len(self.linears)} matrices in {self.form}, weights {before:.1f} -> {after:.1f} MB"
+        inputs = sum(linear.activations for linear in self.linears)
+        said = f" ({inputs} with their inputs)" if inputs else ""
+        return f"{rounded} of {len(self.linears)} matrices in {self.form}{said}, weights {before:.1f} -> {after:.1f} MB"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready data."""
@@ -109,41 +115,42 @@ def quantize_graph(
     source: Path,
     output: Path,
     form: str,
+    settings: Settings = DEFAULTS,
     *,
-    block: int | None = None,
-    scales: str = "search",
-    head: str = "keep",
-    importance: Mapping[str, NDArray[np.float64]] | None = None,
+    inputs: Mapping[str, Inputs] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> QuantizationReport:
-    """Quantises the weights of a decoder graph.
+    """Quantises the weights of a decoder graph, and the inputs they meet where asked.
 
     Args:
         source: a float ONNX graph, ours or another producer's.
         output: the new file; its weights go to ``<output>.data``, the report to ``<output stem>.quantization.json``.
         form: a name of :data:`ghostexport.quantization.forms.FORMS`.
-        block: inputs per scale; None takes the form's first that divides every linear's inputs.
-        scales: ``search`` them (see :mod:`ghostexport.quantization.scales`), or ``absmax``: largest magnitude.
-        head: what becomes of the head, and with it of a tied embedding: ``keep``, ``int8`` or ``same`` as the rest. One
-            quantised table then serves both; TensorRT keeps it small, ONNX Runtime's CPU unpacks it at every step.
-        importance: from :func:`ghostexport.quantization.importance.measure_importance`.
+        settings: block, scales, head, operator, activations.
+        inputs: from :func:`ghostexport.quantization.inputs.measure_inputs`; static activations need them.
         progress: called with weights done and their number.
 
     Raises:
-        RecipeError: an unknown form, way to scale, or way to treat the head.
+        RecipeError: an unknown form, static activations without ``inputs``, or with a form that has none.
         SurgeryError: nothing to quantise, quantised already, or ``block`` does not divide a linear's inputs.
     """
     require_name(form, FORMS, "format")
-    require_name(scales, SCALES, "way to scale")
-    require_name(head, HEADS, "way to treat the head")
+    settings.require_form(form)
+    static = settings.activations == "static"
+    if static and inputs is None:
+        raise RecipeError("Static activations take their scales from calibration text.", "Give a calibration.")
     model = load_graph(source)
-    linears = [linear for linear in find_linears(model) if linear.products]
+    linears = [linear for linear in find_linears(model, settings.operator != "keep") if linear.products]
     _refuse(model, linears, source)
-    chosen = _chosen(FORMS[form], block, head, linears)
+    chosen = _chosen(FORMS[form], settings, linears)
     before, opset = weight_bytes(model), model.opset_imports[""]
-    jobs = [_Job(linear, *chosen[linear.head], scales == "search", importance) for linear in linears]
+    jobs = [
+        _Job(linear, *chosen[linear.kind], settings.scales == "search", (inputs or {}).get(linear.name))
+        for linear in linears
+    ]
     _raise_opset(model, max([opset, *(job.form.opset for job in jobs if job.form is not None)]))
-    new = [value for job in jobs if job.form is not None for value in _replace(model.graph, job)]
+    new = _round_inputs(model.graph, jobs, settings, inputs) if static and inputs is not None else []
+    new += [value for job in jobs if job.form is not None for value in _replace(model.graph, job)]
     for done, job in enumerate(jobs):
         job.written = functools.partial(progress, done + 1, len(jobs))
     save_graph(model, output, new, self_contained=True)
@@ -151,8 +158,8 @@ def quantize_graph(
         source=source.name,
         output=output.name,
         form=form,
-        scales=scales,
-        weighted=importance is not None,
+        settings=settings,
+        weighted=inputs is not None,
         opset_before=opset,
         opset_after=model.opset_imports[""],
         weight_bytes_before=before,
@@ -173,10 +180,12 @@ class _Job:
         block: int | None,
         reason: str,
         search: bool,
-        importance: Mapping[str, NDArray[np.float64]] | None,
+        inputs: Inputs | None,
     ) -> None:
         self.linear, self.form, self.block, self.reason, self.search = linear, form, block, reason, search
-        self.importance = None if importance is None else importance.get(linear.name)
+        self.importance = None if inputs is None else inputs.squares
+        self.rounds_input = False
+        self.smooth: NDArray[np.float32] | None = None
         self.tensor = linear.weight.const_value
         self.written: Callable[[], None] = lambda: None
         self.error = 0.0
@@ -194,10 +203,13 @@ class _Job:
     def _round(self) -> None:
         assert self.form is not None and self.tensor is not None
         stored, axis = self.tensor.numpy(), self.linear.inputs_axis
-        weight = stored if axis == 0 else stored.T
+        weight, importance = stored if axis == 0 else stored.T, self.importance
+        if self.smooth is not None:  # the input is divided by it
+            weight = weight.astype(np.float32) * self.smooth[:, None]
+            importance = None if importance is None else importance / self.smooth.astype(np.float64) ** 2
         scale_dtype = SCALE_DTYPES[self.tensor.dtype]
-        q, scale, unit = quantize(weight, self.form, self.block, scale_dtype, self.importance, self.search)
-        self.error = relative_error(weight, dequantize(q, scale, unit), self.importance)
+        q, scale, unit = quantize(weight, self.form, self.block, scale_dtype, importance, self.search)
+        self.error = relative_error(weight, dequantize(q, scale, unit), importance)
         if axis == 1:
             q, scale = np.ascontiguousarray(q.T), np.ascontiguousarray(scale.T)
         self._parts = {"q": q, "scale": scale}
@@ -209,7 +221,8 @@ class _Job:
         name = None if self.form is None else self.form.name
         values = [linear.weight] if self.form is None else [v for v in self.values if v is not None]
         size = sum(v.const_value.nbytes for v in values if v.const_value is not None)
-        return QuantizedLinear(linear.name, linear.shape, name, self.block, self.error, size, self.reason)
+        rounded = self.rounds_input
+        return QuantizedLinear(linear.name, linear.shape, name, self.block, self.error, size, rounded, self.reason)
 
     @functools.cached_property
     def values(self) -> tuple[ir.Value, ir.Value, ir.Value | None]:
@@ -235,15 +248,17 @@ class _Job:
 Choice = tuple[Form | None, int | None, str]
 
 
-def _chosen(form: Form, block: int | None, head: str, linears: list[Linear]) -> dict[bool, Choice]:
-    """Form, block and reason of the linears (False) and of the head (True)."""
-    same = [linear for linear in linears if head == "same" or not linear.head]
+def _chosen(form: Form, settings: Settings, linears: list[Linear]) -> dict[str, Choice]:
+    """Form, block and reason of the body's linears, of the head and of operators, by :attr:`Linear.kind`."""
+    head, block = settings.head, settings.block
+    same = [linear for linear in linears if linear.kind == "body" or (head == "same" and linear.head)]
     wrong = [linear for linear in same if block is not None and linear.shape[0] % block]
     if block is not None and (block not in form.blocks or wrong):
         what = f"{wrong[0].name} has {wrong[0].shape[0]} inputs" if wrong else f"{form.name} takes {form.blocks}"
         raise SurgeryError(f"Blocks of {block} do not fit: {what}.", "Leave the block out; one that fits is taken.")
     try:
-        size = form.block_for(linear.shape[0] for linear in same) if block is None else block
+        static = settings.activations == "static"
+        size = form.block_for(linear.shape[0] for linear in same) if block is None and not static else block
         heads = [linear.shape[0] for linear in linears if linear.head]
         choices: dict[str, Choice] = {
             "same": (form, size, ""),
@@ -252,7 +267,29 @@ def _chosen(form: Form, block: int | None, head: str, linears: list[Linear]) -> 
         }
     except ValueError as error:
         raise SurgeryError(f"The graph cannot be held in {form.name}: {error}.", "Use int8 or fp8.") from None
-    return {False: choices["same"], True: choices[head]}
+    operator = FORMS["int8"], None, "an operator, int8 per channel"
+    return {"body": choices["same"], "head": choices[head], "operator": operator}
+
+
+def _round_inputs(
+    graph: ir.Graph, jobs: list[_Job], settings: Settings, inputs: Mapping[str, Inputs]
+) -> list[ir.Value]:
+    """Rounds what the body's linears read; returns the new constants."""
+    body = {job.linear.name: job for job in jobs if job.linear.kind == "body" and job.form is not None}
+    form = next(job.form for job in body.values())
+    assert form is not None
+    linears = [job.linear for job in body.values()]
+    roundings, kept = activations.choose(linears, inputs, form, settings.smooth, settings.keep)
+    new = []
+    for rounding in roundings:
+        constants = activations.insert(graph, rounding, form)
+        _register(graph, constants)
+        new += constants
+        for linear in rounding.linears:
+            body[linear.name].rounds_input, body[linear.name].smooth = True, rounding.smooth
+    for name, reason in kept.items():
+        body[name].reason = reason
+    return new
 
 
 def _replace(graph: ir.Graph, job: _Job) -> list[ir.Value]:
@@ -260,11 +297,7 @@ def _replace(graph: ir.Graph, job: _Job) -> list[ir.Value]:
     linear, weight = job.linear, job.linear.weight
     q, scale, unit = job.values
     new = [value for value in (q, scale, unit) if value is not None]
-    taken = {value.name for value in graph.initializers.values()}
-    if clash := [value.name for value in new if value.name in taken]:
-        raise NameCollision(f"The graph already has a weight {clash[0]}.", "Rename it, or quantise the float graph.")
-    for value in new:
-        graph.register_initializer(value)
+    _register(graph, new)
     first = min(linear.readers, key=list(graph).index)
     scale_in: ir.Value = scale
     if unit is not None:
@@ -278,6 +311,13 @@ def _replace(graph: ir.Graph, job: _Job) -> list[ir.Value]:
     weight.replace_all_uses_with(node.outputs[0])
     del graph.initializers[linear.name]
     return new
+
+
+def _register(graph: ir.Graph, new: list[ir.Value]) -> None:
+    for value in new:
+        if value.name in graph.initializers:
+            raise NameCollision(f"The graph already has {value.name}.", "Rename it, or quantise the float graph.")
+        graph.register_initializer(value)
 
 
 def _dequantize(

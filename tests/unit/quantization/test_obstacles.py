@@ -8,6 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ghostexport.errors import BuildError
 from ghostexport.execution import Execution
 from ghostexport.quantization.obstacles import find_obstacle
+from ghostexport.quantization.targets import Settings
 from ghostexport.quantization.writer import quantize_graph
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
@@ -75,7 +76,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def int4(exported, tmp_path_factory):
     path = tmp_path_factory.mktemp("obstacles") / "int4.onnx"
-    quantize_graph(exported("llama-tied", vocab_size=264).path, path, "int4", scales="absmax")
+    quantize_graph(exported("llama-tied", vocab_size=264).path, path, "int4", Settings(scales="absmax"))
     return path
 
 

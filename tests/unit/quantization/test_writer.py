@@ -17,11 +17,11 @@ from ghostexport.float32_twin import for_cpu
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.quantization.forms import FORMS
-from ghostexport.quantization.importance import measure_importance
+from ghostexport.quantization.inputs import measure_inputs
 from ghostexport.quantization.linears import find_linears
 from ghostexport.quantization.reader import rounded_weights
 from ghostexport.quantization.scales import dequantize, quantize
-from ghostexport.quantization.targets import refusal
+from ghostexport.quantization.targets import Settings, refusal
 from ghostexport.quantization.writer import quantize_graph
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
@@ -85,7 +85,7 @@ def rounded_twin(graph, form, block, folder, head):
 def test_the_graph_computes_with_exactly_the_rounded_weights(ghost, form, block, head, tmp_path, monkeypatch):
     if block is None:
         monkeypatch.setitem(FORMS, form, FORMS[form].__class__(form, ir.DataType.INT8, 127, -127, (None,), 21))
-    report = quantize_graph(ghost, tmp_path / "q.onnx", form, scales="absmax", head=head)
+    report = quantize_graph(ghost, tmp_path / "q.onnx", form, Settings(scales="absmax", head=head))
     assert {row.block for row in report.linears if row.form} == {block}
     expected = exact_logits(rounded_twin(ghost, form, block, tmp_path, head))
     found = exact_logits(tmp_path / "q.onnx")
@@ -95,7 +95,7 @@ def test_the_graph_computes_with_exactly_the_rounded_weights(ghost, form, block,
 
 
 def test_operator_and_norms_keep_their_bytes_and_names(ghost, tmp_path):
-    quantize_graph(ghost, tmp_path / "q.onnx", "int4", head="same")
+    quantize_graph(ghost, tmp_path / "q.onnx", "int4", Settings(head="same"))
     before = {i.name: numpy_helper.to_array(i) for i in onnx.load(ghost).graph.initializer}
     after = {i.name: i for i in onnx.load(tmp_path / "q.onnx").graph.initializer}
     kept = before.keys() & after.keys()
@@ -113,7 +113,7 @@ def test_weights_that_an_operator_set_changed_are_quantised_and_its_operator_is_
 
 
 def test_one_table_serves_a_tied_embedding_and_head(ghost, tmp_path):
-    quantize_graph(ghost, tmp_path / "q.onnx", "int4", head="same")
+    quantize_graph(ghost, tmp_path / "q.onnx", "int4", Settings(head="same"))
     graph = onnx.load(tmp_path / "q.onnx").graph
     gather = next(n for n in graph.node if n.op_type == "Gather" and n.input[0].endswith(".dequantize.value"))
     readers = {n.op_type for n in graph.node if gather.input[0] in n.input}
@@ -144,11 +144,13 @@ def test_equal_input_gives_equal_bytes(ghost, tmp_path):
 def test_measured_inputs_are_those_of_the_pytorch_model(exported, tmp_path):
     made = exported("llama-tied")
     tokens = np.random.default_rng(2).integers(0, 128, (3, 12))
-    found = measure_importance(made.path, tokens)
-    sums = {}
+    found = measure_inputs(made.path, tokens)
+    sums, largest = {}, {}
 
     def watch(module, inputs):
-        sums[module] = sums.get(module, 0) + inputs[0].double().square().flatten(0, -2).sum(0)
+        x = inputs[0].double().flatten(0, -2)
+        sums[module] = sums.get(module, 0) + x.square().sum(0)
+        largest[module] = torch.maximum(largest.get(module, torch.zeros(1)), x.abs().amax(0))
 
     linears = [m for m in made.model.modules() if isinstance(m, torch.nn.Linear)]
     hooks = [m.register_forward_pre_hook(watch) for m in linears]
@@ -158,9 +160,10 @@ def test_measured_inputs_are_those_of_the_pytorch_model(exported, tmp_path):
         hook.remove()
     stored = {i.name: numpy_helper.to_array(i) for i in onnx.load(made.path).graph.initializer}
     assert len(found) == len(linears)
-    for name, vector in found.items():
+    for name, seen in found.items():
         same = [m for m in linears if any(np.array_equal(m.weight.detach(), w) for w in (stored[name], stored[name].T))]
-        assert np.allclose(vector, sums[same[0]].numpy(), rtol=1e-4)
+        assert np.allclose(seen.squares, sums[same[0]].numpy(), rtol=1e-4)
+        assert np.allclose(seen.largest, largest[same[0]].numpy(), rtol=1e-4)
 
 
 def test_what_cannot_be_is_refused_and_nothing_is_written(ghost, tmp_path):
@@ -169,7 +172,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(ghost, tmp_path):
     with pytest.raises(SurgeryError, match="quantised already"):
         quantize_graph(tmp_path / "q.onnx", tmp_path / "r.onnx", "int4")
     with pytest.raises(SurgeryError, match=r"Blocks of 128 do not fit: .* has 64 inputs"):
-        quantize_graph(ghost, tmp_path / "r.onnx", "int4", block=128)
+        quantize_graph(ghost, tmp_path / "r.onnx", "int4", Settings(block=128))
     with pytest.raises(RecipeError, match=r"Unknown format 'int5'.*\n.*Valid: int8, int4"):
         quantize_graph(ghost, tmp_path / "r.onnx", "int5")
     assert set(tmp_path.iterdir()) == there
@@ -197,7 +200,7 @@ def test_a_quantised_engine_runs_as_its_graph(ghost, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_tensorrt_rtx_builds_what_the_table_says_and_nothing_else(ghost, form, target, tmp_path, monkeypatch):
     pytest.importorskip("tensorrt_rtx")
-    quantize_graph(ghost, tmp_path / "q.onnx", form, head="same")
+    quantize_graph(ghost, tmp_path / "q.onnx", form, Settings(head="same"))
     settings = BuildSection(
         runtimes=("tensorrt-rtx",), max_batch=2, max_tokens=16, max_past=31, profiles="single",
         compute_capability=(target,),
