@@ -134,8 +134,13 @@ FLAGS: dict[str, Flag] = {
     "past": Flag("bench", "decode_past", list[int], "Past length of decode to measure; repeatable."),
     "eval_tokens": Flag("bench", "eval_tokens", int, "Held-out tokens for each engine's quality."),
     "windows": Flag("eval", "windows", int, "Held-out windows to evaluate on."),
+    "corpus": Flag(
+        "eval", "corpora", list[str], "Text to measure as papers do: wikitext2, c4, ptb, or a file; repeatable."
+    ),
+    "corpus_length": Flag("eval", "corpus_length", int, "Tokens of a corpus's windows."),
     "onnx": Flag("eval", "onnx", bool, "Evaluate the ONNX graphs too."),
-    "generate": Flag("eval", "generate", int, "Tokens of a sample continuation."),
+    "generate": Flag("eval", "generate", int, "Tokens of the sample continuations."),
+    "prompts": Flag("eval", "prompts", int, "How many beginnings are continued."),
     "task": Flag("eval", "tasks", list[str], "Zero-shot task, such as demo:arc_easy; repeatable."),
     "task_folder": Flag("eval", "task_folder", str, "Folder of lm-eval task files."),
     "limit": Flag("eval", "limit", int, "Items of each task."),

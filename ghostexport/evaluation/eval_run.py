@@ -14,9 +14,11 @@ import torch
 from ghostexport import calibration, models
 from ghostexport.benchmarking.statistics import differences
 from ghostexport.calibration import CalibrationSet
+from ghostexport.evaluation.corpora import corpus_windows
 from ghostexport.evaluation.cut_errors import boundary_errors
-from ghostexport.evaluation.tasks import ask, compare, summarise
-from ghostexport.evaluation.text import Forward, QualityMeter, continuation, measure, torch_forward
+from ghostexport.evaluation.tasks import ask, compare, retained, summarise
+from ghostexport.evaluation.text import Forward, QualityMeter, measure, torch_forward
+from ghostexport.evaluation.writing import write
 from ghostexport.execution import Execution
 from ghostexport.files import write_json
 from ghostexport.models import LoadedModel
@@ -25,9 +27,6 @@ from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import EvalSection, Recipe, float_variant
 from ghostexport.runfolder import RunFolder
-
-#: Tokens of held-out text that a generation sample continues.
-PROMPT = 24
 
 
 def eval_run(
@@ -38,7 +37,7 @@ def eval_run(
 
     The file holds ``text`` (held-out windows, their BOS token), ``variants`` (``perplexity``, ``kl`` in nats and
     ``top1`` against dense, ``kl_float`` against the variant it was quantised from, ``onnx`` the same of the graph,
-    ``losses`` per window, ``sample``, ``tasks``),
+    ``losses`` per window, ``samples``, ``writing``, ``tasks``, ``retained``), ``corpora`` (whole texts),
     ``differences`` between all pairs with paired bootstrap intervals, ``boundaries`` (ladder, operators).
 
     Raises:
@@ -65,15 +64,38 @@ def eval_run(
     if section.onnx:
         for name, meter in _onnx_meters(folder, recipe, variants, windows, execution).items():
             report["variants"][name]["onnx"] = {k: v for k, v in _figures(meter).items() if k != "losses"}
+    if section.corpora:
+        report["corpora"] = _corpora(variants, loaded, recipe, execution)
     if section.generate and loaded.tokenizer is not None:
-        prompt = torch.from_numpy(windows.tokens[:1, : min(PROMPT, windows.tokens.shape[1] // 2)])
-        for name, model in variants.items():
-            text = continuation(model, loaded.tokenizer, prompt, section.generate)
-            report["variants"][name]["sample"] = {"prompt": loaded.tokenizer.decode(prompt[0]), "text": text}
+        beginnings = windows.first(section.prompts)
+        for name, figures in write(variants, loaded.tokenizer, beginnings, section.generate, execution).items():
+            report["variants"][name] |= figures
     if section.tasks:
         _add_tasks(report, variants, loaded, section, execution)
     write_json(folder.model_quality_path, report)
     return [folder.model_quality_path]
+
+
+def _corpora(
+    variants: Mapping[str, Any], loaded: LoadedModel, recipe: Recipe, execution: Execution
+) -> dict[str, dict[str, Any]]:
+    """Figures of every variant on whole texts, by their names."""
+    section, forwards = recipe.eval, {name: torch_forward(model) for name, model in variants.items()}
+    calibrated = recipe.calibration.source
+    found = {}
+    for source in section.corpora:
+        if any(source == name.rpartition(":")[0] or source == name for name in _listed(calibrated)):
+            execution.say(f"eval: {source} is calibrated on: its figures flatter the repairs")
+        length = min(section.corpus_length, loaded.max_length or section.corpus_length)
+        windows = corpus_windows(source, loaded.tokenizer, length).first(section.windows)
+        meters = measure(forwards, windows, "dense", execution)
+        figures = {name: {k: v for k, v in _figures(m).items() if k != "losses"} for name, m in meters.items()}
+        found[source] = {"windows": len(windows), "length": length, "variants": figures}
+    return found
+
+
+def _listed(sources: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (sources,) if isinstance(sources, str) else sources
 
 
 def _figures(meter: QualityMeter) -> dict[str, Any]:
@@ -138,8 +160,11 @@ def _add_tasks(
     folder = None if section.task_folder is None else Path(section.task_folder)
     with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
         answers = ask(variants, loaded.tokenizer, section.tasks, folder, section.limit, Path(scratch), execution)
-    for name, figures in summarise(answers).items():
+    summaries = summarise(answers)
+    dense = summaries["dense"]
+    for name, figures in summaries.items():
         report["variants"][name]["tasks"] = figures
+        report["variants"][name]["retained"] = retained(figures["average"], dense["average"])
     for entry in report["differences"]:
         one, other = answers[entry["variant"]], answers[entry["minus"]]
         entry["tasks"] = compare(one, other, section.resamples, section.seed)

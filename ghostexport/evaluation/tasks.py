@@ -126,6 +126,11 @@ def summarise(answers: Mapping[str, Answers]) -> dict[str, Any]:
     }
 
 
+def retained(own: Mapping[str, float], dense: Mapping[str, float]) -> dict[str, float]:
+    """Averages as shares of the dense model's, by metric: "retained performance" (LinearPatch, 2505.24680)."""
+    return {metric: value / dense[metric] for metric, value in own.items() if dense.get(metric)}
+
+
 def compare(one: Answers, other: Answers, resamples: int, seed: int) -> dict[str, Any]:
     """Paired differences of the metrics, of every task and of the average over tasks."""
     found: dict[str, Any] = {

@@ -179,9 +179,15 @@ def torch_forward(model: Any) -> Forward:
     return forward
 
 
-@torch.no_grad()
 def continuation(model: Any, tokenizer: Any, prompt: torch.Tensor, tokens: int) -> str:
     """The greedy continuation of ``prompt`` ``(1, T)`` int64 by at most ``tokens`` tokens, as text."""
+    text: str = tokenizer.decode(greedy(model, tokenizer, prompt, tokens))
+    return text
+
+
+@torch.no_grad()
+def greedy(model: Any, tokenizer: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
+    """The same as token ids."""
     prompt = prompt.to(next(model.parameters()).device)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids = model.generate(
@@ -191,5 +197,5 @@ def continuation(model: Any, tokenizer: Any, prompt: torch.Tensor, tokens: int) 
         do_sample=False,
         pad_token_id=padding,
     )
-    text: str = tokenizer.decode(ids[0, prompt.shape[1] :])
-    return text
+    found: list[int] = ids[0, prompt.shape[1] :].tolist()
+    return found

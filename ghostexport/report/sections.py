@@ -55,6 +55,9 @@ def number(value: float | None) -> str:
 
 Evaluation = Mapping[str, Any]
 
+#: Figures of the greedy continuations, as rows.
+WRITING = {"distinct_1": "different tokens", "distinct_2": "different pairs", "repeated": "repeated 4-grams"}
+
 
 def evaluation_section(evaluation: Evaluation) -> Section:
     """Tables of everything that ``ghostexport eval`` measured.
@@ -71,18 +74,37 @@ def evaluation_section(evaluation: Evaluation) -> Section:
     variants, text = list(evaluation["variants"]), evaluation["text"]
     caption = f"Held-out text: {text['windows']} windows of {text['length']} tokens"
     section.tables.append((caption, variants, text_rows(evaluation)))
+    if rows := corpus_rows(evaluation):
+        section.tables.append(("Whole texts, as papers measure them", variants, rows))
     if rows := task_rows(evaluation):
         section.tables.append(("Zero-shot tasks, accuracy in % ± standard error", variants, rows))
     for cut in evaluation["boundaries"]:
         start, stop = cut["span"]
         caption = f"Cut [{start}, {stop}): error of the stream behind it on held-out text"
         section.tables.append((caption, ["NMSE", "relative error", "of first tokens"], cut_rows(cut)))
-    samples = {v: found["sample"] for v, found in evaluation["variants"].items() if "sample" in found}
-    if samples:
-        prompt = next(iter(samples.values()))["prompt"]
-        rows = [(v, [sample["text"]]) for v, sample in samples.items()]
-        section.tables.append((f"Greedy continuations of: {prompt}", ["continuation"], rows))
+    if rows := sample_rows(evaluation):
+        section.tables.append(("Greedy continuations, one beginning after the other", ["continuation"], rows))
     return section
+
+
+def sample_rows(evaluation: Evaluation) -> list[Row]:
+    """Per beginning, what every variant made of it."""
+    samples = {v: found["samples"] for v, found in evaluation["variants"].items() if "samples" in found}
+    rows: list[Row] = []
+    for number, first in enumerate(next(iter(samples.values()), [])):
+        rows.append((first["prompt"], []))
+        rows += [(v, [own[number]["text"]]) for v, own in samples.items()]
+    return rows
+
+
+def corpus_rows(evaluation: Evaluation) -> list[Row]:
+    """Perplexity, and its ratio to dense, on whole texts."""
+    rows: list[Row] = []
+    for name, corpus in evaluation.get("corpora", {}).items():
+        found = [figures["perplexity"] for figures in corpus["variants"].values()]
+        rows.append((f"{name}, {corpus['windows']} windows of {corpus['length']}", []))
+        rows += [("perplexity", [number(p) for p in found]), ("/ dense", [f"{p / found[0]:.3f}" for p in found])]
+    return rows
 
 
 def text_rows(evaluation: Evaluation) -> list[Row]:
@@ -99,6 +121,8 @@ def text_rows(evaluation: Evaluation) -> list[Row]:
     rows.append(("KL to dense, nats", [_difference(evaluation, v, "dense", "kl", float, "{:.4f}") for v in found]))
     agreement = [_difference(evaluation, v, "dense", "top1", lambda d: 1 + d, "{:.1%}") for v in found]
     rows.append(("top-1 = dense", agreement))
+    for key, label in WRITING.items():
+        rows.append((label, [_share(v.get("writing", {}).get(key)) for v in found.values()]))
     rows.append(("perplexity, ONNX graph", [number(v.get("onnx", {}).get("perplexity")) for v in found.values()]))
     return [r for r in rows if any(r[1])]
 
@@ -115,7 +139,13 @@ def task_rows(evaluation: Evaluation) -> list[Row]:
             if task == "average":
                 change = [_difference(evaluation, v, "dense", metric, float, "{:+.1%}", task) for v in tasks]
                 rows.append((f"{metric} minus dense", change))
+                kept = [_share(evaluation["variants"][v].get("retained", {}).get(metric)) for v in tasks]
+                rows.append((f"{metric} retained", kept))
     return rows
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def cut_rows(cut: Mapping[str, Any]) -> list[Row]:

@@ -11,6 +11,7 @@ import torch
 from ghostexport import calibration, models
 from ghostexport.cli import resolve
 from ghostexport.evaluation.tasks import ask, summarise
+from ghostexport.evaluation.writing import variety
 from ghostexport.execution import Execution
 from ghostexport.pipeline import run as run_pipeline
 from ghostexport.report.page import render
@@ -28,7 +29,14 @@ def run(tiny_model, exported_run, text_file, tmp_path_factory):
         "select": {"spans": [[2, 4]]},
         "recover": {"operators": OPERATORS},
         "build": {"runtimes": ["onnxruntime"]},
-        "eval": {"windows": 5, "generate": 8, "resamples": 200},
+        "eval": {
+            "windows": 5,
+            "generate": 8,
+            "prompts": 3,
+            "resamples": 200,
+            "corpora": [str(text_file)],
+            "corpus_length": 48,
+        },
     }
     recipe, run_folder = resolve(str(tiny_model), folder, None, flags)
     run_folder.adopt("export", exported_run)
@@ -54,8 +62,30 @@ def test_text_figures_equal_the_models_own_loss_and_onnx_agrees(run, tiny_model)
         assert found["onnx"]["perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
         assert found["onnx"]["kl"] == pytest.approx(found["kl"], abs=1e-4)
         assert len(found["losses"]) == 5 and found["tokens"] == 5 * 63
-        assert found["sample"]["prompt"]
+        assert len(found["samples"]) == 3 and all(sample["prompt"] for sample in found["samples"])
+        assert found["writing"] == variety([greedy_ids(loaded, model, ids[i]) for i in range(3)])
     assert report["variants"]["dense"]["kl"] == 0 and report["variants"]["pruned"]["kl"] > 0
+
+
+def greedy_ids(loaded, model, window):
+    prompt = window[None, :24]
+    return model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 24:].tolist()
+
+
+@pytest.mark.slow
+def test_a_corpus_is_measured_in_windows_without_gaps(run, tiny_model, text_file):
+    folder, report = run
+    (corpus,) = report["corpora"].values()
+    loaded = models.load_model(tiny_model, "float32", Execution(device="cpu"))
+    ids = loaded.tokenizer("\n\n".join(text_file.read_text().split("\n\n")))["input_ids"]
+    assert corpus["windows"] == 5 and corpus["length"] == 48  # eval.windows limits it as well
+    windows = torch.tensor(ids[: 5 * 48]).view(5, 48)
+    for name in ("dense", "ghost"):
+        operators = RunFolder(folder).read_operators(name)
+        model = loaded.model if operators is None else models.patch(loaded, operators.plan, operators).model
+        loss = float(model(input_ids=windows, labels=windows).loss)
+        assert corpus["variants"][name]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert corpus["variants"]["dense"]["kl"] == 0 < corpus["variants"]["ghost"]["kl"]
 
 
 @pytest.mark.slow
@@ -97,7 +127,7 @@ def test_the_report_shows_it(run):
     page = html.unescape(render(RunFolder(folder)))
     assert 'id="evaluation"' in page and "Cut [2, 4)" in page
     for found in evaluation["variants"].values():
-        assert number(found["perplexity"]) in page and found["sample"]["text"] in page
+        assert number(found["perplexity"]) in page and all(sample["text"] in page for sample in found["samples"])
     for figures in evaluation["boundaries"][0]["ladder"].values():
         assert number(figures["nmse"]) in page
 

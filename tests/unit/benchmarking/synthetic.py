@@ -187,7 +187,9 @@ def write_evaluation(folder: Path) -> dict:
         v: {
             "perplexity": float(np.exp(loss)), "kl": loss - 2.845, "top1": right[v], "tokens": 4080, "losses": [loss],
             "onnx": {"perplexity": float(np.exp(loss)), "kl": loss - 2.845, "top1": right[v], "tokens": 4080},
-            "sample": {"prompt": "Once upon a time", "text": sample},
+            "samples": [{"prompt": "Once upon a time", "text": sample}],
+            "writing": {"distinct_1": 0.75, "distinct_2": 0.875, "repeated": 0.0625},
+            "retained": {m: (right[v] + a) / (right["dense"] + a) for m, a in (("acc", 0.05), ("acc_norm", 0.03))},
             "tasks": {"demo:arc_easy": task(right[v]), "demo:piqa": task(right[v] + 0.1),
                       "average": {"acc": right[v] + 0.05, "acc_norm": right[v] + 0.03}},
         }

@@ -45,7 +45,10 @@ def test_report_shows_the_evaluation_of_the_models(tmp_path):
     tasks = dict(tables[1][2])
     assert tasks["acc minus dense"][variants.index("ghost")] == "-9.0% [-12.0%, -6.0%]"
     assert ("procrustes", ["0.4", "0.6325", "0.004"]) in tables[2][2]
-    assert tables[3][2][0] == ("dense", [evaluation["variants"]["dense"]["sample"]["text"]])
+    assert text["different pairs"][variants.index("ghost")] == "87.5%" and text["repeated 4-grams"][0] == "6.2%"
+    assert tasks["acc retained"][variants.index("ghost")] == "86.4%"  # 0.57 / 0.66
+    assert tables[3][2][0] == ("Once upon a time", [])
+    assert tables[3][2][1] == ("dense", [evaluation["variants"]["dense"]["samples"][0]["text"]])
     for caption, _, rows in tables:
         assert caption in page and all(cell in page for _, cells in rows for cell in cells)
 
