@@ -24,7 +24,7 @@ from ghostexport.models.loading import (
 )
 from ghostexport.models.running import read_residuals
 from ghostexport.models.sources import resolve_source, source_files
-from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators
+from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators, needed_blocks
 
 __all__ = [
     "Addition",
@@ -42,6 +42,7 @@ __all__ = [
     "insert_operators",
     "load_model",
     "load_tokenizer",
+    "needed_blocks",
     "patch",
     "probe_tokens",
     "read_residuals",

@@ -72,8 +72,6 @@ def check_layout(model: Any) -> None:
         raise ModelLayoutError(f"{type(model).__name__} is an encoder-decoder model.", _REMEDY)
     blocks = find_blocks(model)
     config = model.config.get_text_config()
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ModelLayoutError(f"Blocks of {type(model).__name__} share their keys and values.", _REMEDY)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -28,6 +28,8 @@ def export_fault(model: Any) -> str | None:
     A graph holds one sequence of operations, the same whatever the tokens, carries what each block keeps, and can be
     cut where a single value, the stream, goes from block to block.
     """
+    if shared := getattr(model.config.get_text_config(), "num_kv_shared_layers", None):
+        return f"the last {shared} blocks of {type(model).__name__} read keys and values of others, across any cut"
     return _second_value_fault(model) or cache_fault(model) or _routing_fault(model)
 
 

@@ -31,6 +31,27 @@ _INDEX_LISTS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attent
 _THRESHOLDS = ("first_k_dense_replace", "max_window_layers", "num_dense_layers", "moe_layer_start_index")
 
 
+def needed_blocks(model: Any) -> dict[int, str]:
+    """Blocks that cannot be removed, and why: others read their keys and values, or no configuration lacks them."""
+    config = model.config.get_text_config()
+    found = dict.fromkeys(_donors(config), "later blocks read its keys and values")
+    last = int(config.num_hidden_layers) - 1
+    types = getattr(config, "layer_types", None)
+    if types and last > 0:  # Gemma 4 makes the last block one of full attention whatever the configuration says
+        cut = copy.deepcopy(config)
+        _cut_config(cut, PrunePlan.from_blocks(last + 1, [last]))
+        if list(type(cut).from_dict(cut.to_dict()).layer_types) != list(types[:last]):
+            found.setdefault(last, f"a {type(config).__name__} ends with a block of {types[last]}")
+    return found
+
+
+def _donors(config: Any) -> list[int]:
+    """Blocks whose keys and values the last ``num_kv_shared_layers`` blocks take: the last own ones of each type."""
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    own, taken = config.layer_types[:-shared] if shared else [], config.layer_types[-shared:] if shared else []
+    return [max(block for block, kind in enumerate(own) if kind == wanted) for wanted in sorted(set(taken))]
+
+
 def share_weights(model: Any) -> Any:
     """A copy of the model whose parameters and buffers are the same tensors; modules and configuration are new."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -44,9 +65,14 @@ def drop_blocks(model: Any, plan: PrunePlan) -> Any:
     every per-block configuration list is cut to the kept blocks, ``num_hidden_layers`` counts them.
 
     Raises:
-        ModelLayoutError: the plan is about another number of blocks.
+        ModelLayoutError: the plan is about another number of blocks, or removes keys and values that others read.
     """
     require_blocks(model, plan.num_blocks)
+    if lost := [block for block in _donors(model.config.get_text_config()) if plan.new_index(block) is None]:
+        raise ModelLayoutError(
+            f"Later blocks of this {type(model).__name__} read the keys and values of blocks {lost}.",
+            "Remove others (--protect-first, --protect-last, --remove).",
+        )
     pruned = share_weights(model)
     blocks = find_blocks(pruned)
     config = pruned.config.get_text_config()
@@ -57,6 +83,9 @@ def drop_blocks(model: Any, plan: PrunePlan) -> Any:
         _renumber(blocks[new], old, new)
     _cut_inputs(pruned, config, plan)
     _cut_config(config, plan)
+    for module in pruned.modules():  # Gemma 4: where blocks begin that take keys and values of others
+        if "first_kv_shared_layer_idx" in vars(module):
+            module.first_kv_shared_layer_idx = len(plan.kept) - config.num_kv_shared_layers
     return pruned
 
 
@@ -106,6 +135,8 @@ def _cut_config(config: Any, plan: PrunePlan) -> None:
             setattr(config, name, sum(block < value for block in plan.kept))
         elif isinstance(value, list | tuple) and len(value) == plan.num_blocks and "token_id" not in name:
             setattr(config, name, type(value)(value[block] for block in plan.kept))
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        config.num_kv_shared_layers = sum(block >= plan.num_blocks - shared for block in plan.kept)
     config.num_hidden_layers = len(plan.kept)
     if own:
         config.per_layer_config = {plan.new_index(int(b)): o for b, o in own.items() if int(b) in plan.kept}

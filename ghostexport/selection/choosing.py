@@ -9,10 +9,13 @@ of the dense model instead of two.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel
+from ghostexport.models import LoadedModel, needed_blocks
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection, SelectSection
 from ghostexport.recovery.gathering import BoundaryWatch, Gathered, into
@@ -42,8 +45,9 @@ def select(
         GhostExportError: what else a criterion that repairs, scales or clusters refuses.
     """
     num_blocks, name = loaded.num_blocks, section.criterion
+    needed = needed_blocks(loaded.model)
     if section.spans is not None:
-        return PrunePlan.from_spans(num_blocks, section.spans)
+        return _without(needed, PrunePlan.from_spans(num_blocks, section.spans))
     require_name(name, CRITERIA, "criterion")
     if not 1 <= (section.prune or 0) < num_blocks:
         raise RecipeError(
@@ -51,28 +55,43 @@ def select(
             f"Choose 1 to {num_blocks - 1}.",
         )
     calibration.require_fits(loaded.vocab_size, loaded.max_length)
-    section, execution = _protected(section), execution or Execution()
+    section, execution = _protected(section, needed, num_blocks), execution or Execution()
     eligible_blocks(num_blocks, section)  # refuses before any pass
     pick = CRITERIA[name].pick
     if pick is None:
-        plan: PrunePlan = function(name)(loaded, calibration, section, execution)
-        return plan
+        return _without(needed, function(name)(loaded, calibration, section, execution))
     count = 1 if pick == "lowest blocks" else section.prune
     options = {"count": count, "watch": watch} if CRITERIA[name].watchable else {}
     scores = function(name)(loaded, calibration, execution, **options)
     if pick == "lowest blocks":
-        return lowest_blocks(name, scores, section)
-    return best_run(name, num_blocks, scores, section, lowest=pick == "lowest run")
+        return _without(needed, lowest_blocks(name, scores, section))
+    return _without(needed, best_run(name, num_blocks, scores, section, lowest=pick == "lowest run"))
 
 
-def _protected(section: SelectSection) -> SelectSection:
-    """The section with the criterion's published protection where the recipe leaves it open."""
+def _without(needed: Mapping[int, str], plan: PrunePlan) -> PrunePlan:
+    """The plan; refuses one that removes a block which the model needs."""
+    if lost := sorted(set(needed) - set(plan.kept)):
+        raise RecipeError(
+            f"select: block {lost[0]} cannot be removed: {needed[lost[0]]}.",
+            f"Leave out {'block' if len(needed) == 1 else 'blocks'} {', '.join(map(str, sorted(needed)))} (--remove, "
+            "--protect-first, --protect-last).",
+        )
+    return plan
+
+
+def _protected(section: SelectSection, needed: Mapping[int, str], num_blocks: int) -> SelectSection:
+    """The section with the criterion's published protection where the recipe leaves it open.
+
+    Of a model that needs some of its blocks the longest run between those is open, the last one of equals.
+    """
     scored_by = section.criterion
     if scored_by == "prune-and-comp":
         require_name(section.base, BASES, "base score")
         scored_by = section.base
     first, last = CRITERIA[scored_by].protect
-    open_keys = {"protect_first": first, "protect_last": last}
+    edges = [-1, *sorted(needed), num_blocks]
+    start, stop = max(itertools.pairwise(edges), key=lambda run: (run[1] - run[0], run[0]))
+    open_keys = {"protect_first": max(first, start + 1), "protect_last": max(last, num_blocks - stop)}
     return section.model_copy(update={k: v for k, v in open_keys.items() if getattr(section, k) is None})
 
 
