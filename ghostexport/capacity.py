@@ -51,13 +51,20 @@ def measure_machine(folder: Path, device: str = "auto") -> Machine:
     return Machine(memory, total, shutil.disk_usage(there).free, _gpu(device))
 
 
-def _gpu(device: str) -> int | None:
+def has_gpu(device: str = "auto") -> bool:
+    """Whether PyTorch would run on a GPU."""
     if device == "cpu":
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _gpu(device: str) -> int | None:
+    if not has_gpu(device):
         return None
     import torch
 
-    if not torch.cuda.is_available():
-        return None
     free, _ = torch.cuda.mem_get_info(device if device.startswith("cuda") else None)
     return int(free)
 
@@ -66,7 +73,7 @@ def multiplications_per_second(dtype: str, device: str = "auto", side: int = 512
     """Multiply-adds per second of one matrix product here, in ``dtype``; a tenth of a second of work."""
     import torch
 
-    place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    place = "cuda" if has_gpu(device) else "cpu"
     x = torch.ones(side, side, dtype=getattr(torch, dtype), device=place)
     float((x @ x)[0, 0])  # the first one of a shape is slower
     done, begun = 0, time.perf_counter()

@@ -83,14 +83,15 @@ def require_capacity(
         return
     verdict = judge(need_of(stage, shape, recipe), shape, recipe, machine, device)
     if verdict.lacks:
-        raise CapacityError(f"{stage} will not fit: {_wants(verdict, machine)}.", verdict.way or None)
+        what = f"No disk space for {stage}" if verdict.lacks == "disk" else f"{stage} will not fit"
+        raise CapacityError(f"{what}: {_wants(verdict, machine)}.", verdict.way or None)
     if verdict.tight:
         say(f"{stage}: may not fit: {_wants(verdict, machine)}. {verdict.way}".strip())
 
 
 def gigabytes(size: float) -> str:
-    """``12.3 GB``"""
-    return f"{size / 1e9:.1f} GB"
+    """``12.3 GB``, or ``45.6 MB``."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _wants(verdict: Verdict, machine: Machine) -> str:

@@ -68,7 +68,7 @@ class Flag:
 
 #: flag (with ``_`` for ``-``) -> recipe key. Defaults stand in ``recipe.py`` alone.
 FLAGS: dict[str, Flag] = {
-    "dtype": Flag("model", "dtype", str, "float32, float16 or bfloat16."),
+    "dtype": Flag("model", "dtype", str, "auto, float32, float16 or bfloat16."),
     "revision": Flag("model", "revision", str, "Revision of a Hub repository."),
     "trust_remote_code": Flag("model", "trust_remote_code", bool, "Run the Python code that a model's source brings."),
     "calibration": Flag(

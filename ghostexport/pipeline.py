@@ -24,7 +24,7 @@ from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
 from ghostexport.manifest import versions_of
 from ghostexport.recipe import Recipe, float_variant, parse_recipe, read_recipe
-from ghostexport.resolution import loaded_of, resolve, source_of
+from ghostexport.resolution import loaded_of, resolve, resolve_machine, source_of
 from ghostexport.runfolder import Outside, RunFolder
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
     """Runs ``goal`` and every stage it needs that is not current.
 
     Args:
-        recipe: what to do; written to ``recipe.yaml`` with all defaults, the runtimes and ``best`` resolved.
+        recipe: what to do; written to ``recipe.yaml`` with all defaults; runtimes, dtype and ``best`` resolved.
         folder: where.
         execution: how.
         goal: name of the last stage wanted, or ``checkpoint``: every variant an ordinary checkpoint, nothing exported.
@@ -264,9 +264,9 @@ def run(recipe: Recipe, folder: RunFolder, execution: Execution | None = None, g
         GhostExportError: any of :mod:`ghostexport.errors`; finished stages are kept.
     """
     execution, asked = execution or Execution(), list(recipe.recover.operators)
-    recipe = _as_resolved_before(recipe, folder, execution)
     building = "build" in {stage.name for stage in _wanted(goal, recipe)}
-    recipe, loaded = resolve(recipe, execution, fitting=goal not in ("calibrate", "export"), building=building)
+    recipe = _as_resolved_before(resolve_machine(recipe, execution, building), folder, execution)
+    recipe, loaded = resolve(recipe, execution, fitting=goal not in ("calibrate", "export"))
     with folder.lock():
         write_bytes(folder.recipe_path, recipe.to_yaml().encode())
         wanted = _wanted(goal, recipe)

@@ -17,7 +17,7 @@ from ghostexport.recovery.registry import OPERATORS
 from ghostexport.selection.criteria import CRITERIA
 from ghostexport.validation import WHOLE, Section, explain, require_each_once, require_name
 
-Dtype = Literal["float32", "float16", "bfloat16"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 #: Suffix of an operator's name: the blocks after the cut are refitted too (``ghost-weighted+refit``).
 REFIT = "+refit"
@@ -52,11 +52,15 @@ def _listed(given: Any) -> Any:
 
 
 class ModelSection(Section):
-    """Which model, in which precision; ``trust_remote_code`` runs the Python code that the source brings."""
+    """Which model, in which precision; ``trust_remote_code`` runs the Python code that the source brings.
+
+    ``auto``: half precision as the checkpoint has it where a GPU will run the engines, float32 where a CPU will and
+    has room for it. A run's ``recipe.yaml`` has the dtype it stands for.
+    """
 
     source: str
     revision: str | None = None
-    dtype: Dtype = "float32"
+    dtype: Dtype = "auto"
     trust_remote_code: bool = False
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ghostexport.errors import ModelLayoutError, RecipeError
 from ghostexport.execution import Execution
-from ghostexport.recipe import BEST, HEAL, Recipe, base_operator
+from ghostexport.recipe import BEST, HEAL, Dtype, Recipe, base_operator
 
 if TYPE_CHECKING:
     from ghostexport.models import LoadedModel
@@ -29,9 +31,10 @@ def config_of(recipe: Recipe) -> Path:
     from ghostexport.models.sources import PACKAGED
 
     source = recipe.model.source
-    if source in PACKAGED or source.endswith(".gguf"):
-        return source_of(recipe, Execution()) / "config.json"
-    return find_config(source, "Name a model, its folder, or its config.json.", recipe.model.revision)
+    if source not in PACKAGED and not source.endswith(".gguf"):
+        with contextlib.suppress(RecipeError):  # such as a repository of GGUF files
+            return find_config(source, "", recipe.model.revision)
+    return source_of(recipe, Execution()) / "config.json"
 
 
 def loaded_of(recipe: Recipe, execution: Execution) -> LoadedModel:
@@ -44,14 +47,13 @@ def loaded_of(recipe: Recipe, execution: Execution) -> LoadedModel:
     )
 
 
-def resolve(recipe: Recipe, execution: Execution, fitting: bool, building: bool) -> tuple[Recipe, LoadedModel | None]:
+def resolve(recipe: Recipe, execution: Execution, fitting: bool) -> tuple[Recipe, LoadedModel | None]:
     """The recipe with nothing left to choose, and the model where that had to be looked at.
 
     Args:
-        recipe: as the user gave it.
+        recipe: of :func:`resolve_machine`.
         execution: how to run.
         fitting: operators will be fitted.
-        building: engines will be built.
 
     Raises:
         GhostExportError: what is named does not exist or does not apply.
@@ -71,19 +73,58 @@ def resolve(recipe: Recipe, execution: Execution, fitting: bool, building: bool)
         loaded, sequences = loaded or loaded_of(recipe, execution), recipe.calibration.sequences
         section = resolve_best(recipe.recover, loaded, cuts, sequences, execution)
         recipe = recipe.model_copy(update={"recover": section})
-    return resolve_machine(recipe, execution) if building else recipe, loaded
+    return recipe, loaded
 
 
-def resolve_machine(recipe: Recipe, execution: Execution | None = None) -> Recipe:
-    """The recipe with the runtime that this machine has, where it names none.
+def resolve_machine(recipe: Recipe, execution: Execution, building: bool, memory: int | None = None) -> Recipe:
+    """The recipe with the runtime that this machine has, where it names none and builds, and with a dtype.
+
+    ``memory``: of another machine, in bytes.
 
     Raises:
         RuntimeUnavailableError: it has none.
+        GhostExportError: the model's configuration cannot be read.
     """
-    if recipe.build.runtimes:
-        return recipe
-    from ghostexport import runtimes
+    if building and not recipe.build.runtimes:
+        from ghostexport import runtimes
 
-    name, reason = runtimes.default_runtime()
-    (execution or Execution()).say(f"runtime: {name} ({reason})")
-    return recipe.model_copy(update={"build": recipe.build.model_copy(update={"runtimes": (name,)})})
+        name, reason = runtimes.default_runtime()
+        execution.say(f"runtime: {name} ({reason})")
+        recipe = recipe.model_copy(update={"build": recipe.build.model_copy(update={"runtimes": (name,)})})
+    if recipe.model.dtype != "auto":
+        return recipe
+    dtype, reason = choose_dtype(recipe, execution, memory)
+    execution.say(f"dtype: {dtype} ({reason})")
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
+
+
+def choose_dtype(recipe: Recipe, execution: Execution, memory: int | None = None) -> tuple[Dtype, str]:
+    """What ``auto`` stands for, and why.
+
+    A GPU gets the checkpoint's own half precision: bfloat16 of a bfloat16 checkpoint, whose activations float16 may
+    not hold, else float16. A CPU gets float32, which its kernels are for, unless its memory is too small for that.
+    """
+    from ghostexport.capacity import has_gpu, measure_machine
+    from ghostexport.estimate import gigabytes
+    from ghostexport.models.shape import read_shape
+    from ghostexport.needs import needs_of
+
+    try:
+        shape = read_shape(config_of(recipe), recipe.model.trust_remote_code)
+    except ModelLayoutError:  # loading it will say what is wrong
+        return "float32", "its configuration does not say what it is"
+    half: Dtype = "bfloat16" if shape.dtype == "bfloat16" else "float16"
+    named, gpu = recipe.build.runtimes, has_gpu(execution.device)
+    providers = recipe.build.providers or (() if gpu else ("cpu",))
+    on_cpu = "onnxruntime" in named and "cpu" in providers[:1]
+    if not on_cpu and (named or gpu):
+        return half, f"the checkpoint is {shape.dtype}, and {', '.join(named) or 'PyTorch'} runs on a GPU"
+    wide = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "float32"})})
+    stages = ("select", "export", "verify") + (("build",) if named else ())
+    wanted = max(need.memory for need in needs_of(shape, wide, 1.0) if need.stage in stages)
+    total = memory or measure_machine(Path()).total_memory
+    if wanted <= total:
+        return "float32", "a CPU's kernels are for it"
+    if named:
+        half = "float16"  # ONNX Runtime's CPU provider has no bfloat16 kernels
+    return half, f"float32 would take {gigabytes(wanted)} of memory, and there are {gigabytes(total)}"

@@ -33,7 +33,7 @@ def estimate(
     model: Annotated[str, typer.Argument(help="Model: Hub id, folder, .gguf, smollm2; or a config.json alone.")],
     prune: Annotated[int | None, typer.Option(help="How many decoder blocks to remove.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Recipe file; flags override it.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
     runtime: Annotated[list[str] | None, typer.Option(help="onnxruntime, tensorrt, tensorrt-rtx; repeatable.")] = None,
     quality: Annotated[str | None, typer.Option(help="paper, best, or heal.")] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the run would be.")] = Path(),
@@ -44,6 +44,7 @@ def estimate(
     """Say what every stage needs of memory, disk and time, before a weight is read; exit code 1: it will not fit."""
     from ghostexport import show as screen
     from ghostexport.estimate import estimate as judge_all
+    from ghostexport.execution import Execution
     from ghostexport.flags import merged
     from ghostexport.recipe import parse_recipe, read_recipe
     from ghostexport.resolution import config_of, resolve_machine
@@ -55,8 +56,8 @@ def estimate(
         "recover": {"quality": quality},
     }
     data = merged(read_recipe(recipe) if recipe is not None else {}, given)
-    resolved = resolve_machine(parse_recipe(data, str(recipe or "recipe")))
     free = None if memory is None else int(memory * 1e9)
+    resolved = resolve_machine(parse_recipe(data, str(recipe or "recipe")), Execution(device=device), True, free)
     verdicts = judge_all(resolved, config_of(resolved), output, free, device)
     screen.print_estimate(verdicts, json)
     if any(verdict.lacks for verdict in verdicts):

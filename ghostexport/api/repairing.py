@@ -25,7 +25,7 @@ from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import CalibrationSection, EvalSection, ModelSection, RecoverSection, SelectSection
+from ghostexport.recipe import CalibrationSection, EvalSection, ModelSection, Recipe, RecoverSection, SelectSection
 
 if TYPE_CHECKING:
     from ghostexport.calibration import CalibrationSet, Tokens
@@ -53,12 +53,16 @@ def load(
         ModelLayoutError: not a decoder-only LM made of residual blocks.
     """
     from ghostexport.models import load_model
+    from ghostexport.resolution import choose_dtype
 
     section = ModelSection.model_validate({"source": str(source), **options})
     execution = execution or Execution()
     if device is not None:
         execution = replace(execution, device=device)
-    return load_model(section.source, section.dtype, execution, section.revision, section.trust_remote_code)
+    dtype = section.dtype
+    if dtype == "auto":
+        dtype, _ = choose_dtype(Recipe(model=section), execution)
+    return load_model(section.source, dtype, execution, section.revision, section.trust_remote_code)
 
 
 @options_of(_CALIBRATION, CalibrateOptions)

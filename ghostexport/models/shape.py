@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ghostexport.errors import ModelLayoutError
 from ghostexport.models.blocks import find_blocks
 from ghostexport.models.configs import auto_class, read_config
 from ghostexport.models.silence import silenced
@@ -53,8 +54,11 @@ def read_shape(config: Path, trust_remote_code: bool = False) -> ModelShape:
 @lru_cache(maxsize=8)
 def _shape(path: Path, _mtime_ns: int, trust_remote_code: bool) -> ModelShape:
     config = read_config(path, trust_remote_code)
-    with torch.device("meta"), silenced("transformers"):
-        model: Any = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"), silenced("transformers"):
+            model: Any = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a class of transformers, or code from outside, raises without memory
+        raise ModelLayoutError(f"No model can be made of {path} without its weights: {error}") from error
     blocks = find_blocks(model)
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     dtype = str(getattr(config, "dtype", None) or config.get_text_config().dtype or "float32")

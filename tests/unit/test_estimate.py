@@ -16,6 +16,7 @@ from ghostexport.execution import Execution
 from ghostexport.models.shape import read_shape
 from ghostexport.needs import need_of
 from ghostexport.recipe import parse_recipe, read_recipe
+from ghostexport.resolution import resolve_machine
 from ghostexport.runfolder import RunFolder
 from tests.tiny import tiny_folder
 
@@ -56,7 +57,8 @@ def test_a_recipe_is_estimated_offline_from_the_shapes_of_its_model(path):
     shape = read_shape(config)
     assert shape.blocks == int(path.read_text().splitlines()[1].split()[1])
     assert shape.parameters / 1e6 == pytest.approx(PUBLISHED[path.stem], rel=4e-3)
-    recipe = parse_recipe(recipe.model_dump(mode="json") | {"build": {"runtimes": ["onnxruntime"]}})
+    wide = {"model": {"source": "m", "dtype": "float32"}, "build": {"runtimes": ["onnxruntime"]}}
+    recipe = parse_recipe(recipe.model_dump(mode="json") | wide)
     for stage in ("select", "recover", "export", "verify", "build"):
         need = need_of(stage, shape, recipe)
         assert need.memory >= 4 * shape.parameters and judge(need, shape, recipe, ROOMY).lacks == ""
@@ -116,7 +118,9 @@ def test_the_machine_is_this_one(tmp_path):
 def test_the_command_says_no_with_exit_code_1():
     config = str(RECIPES / "configs" / "llama-3.1-8b.json")
     flags = ["--prune", "8", "--runtime", "onnxruntime", "--device", "cpu"]
-    small = CliRunner().invoke(app, ["estimate", config, *flags, "--memory", "24"])
+    wide = CliRunner().invoke(app, ["estimate", config, *flags, "--memory", "999"])
+    assert wide.exit_code == 0 and "39.2" in wide.output  # float32 where there is room for it
+    small = CliRunner().invoke(app, ["estimate", config, *flags, "--memory", "24", "--dtype", "float32"])
     assert small.exit_code == 1 and "no: memory" in small.output and "--dtype float16" in small.output
     large = CliRunner().invoke(app, ["estimate", config, *flags, "--memory", "9999", "--json"])
     by_stage = {row["need"]["stage"]: row for row in json.loads(large.output)}
@@ -128,11 +132,11 @@ def test_the_command_says_no_with_exit_code_1():
 def test_a_stage_is_refused_before_it_starts_and_told_where_it_is_tight(tmp_path, monkeypatch):
     folder, said = RunFolder(tmp_path / "run"), []
     source = tiny_folder(tmp_path / "model")
-    recipe = parse_recipe({"model": {"source": str(source)}, "select": {"spans": [[2, 4]]}})
+    recipe = parse_recipe({"model": {"source": str(source), "dtype": "float32"}, "select": {"spans": [[2, 4]]}})
     shape = read_shape(source)
     need = need_of("export", shape, recipe)
     monkeypatch.setattr("ghostexport.capacity.measure_machine", lambda *_: replace(ROOMY, memory=int(need.memory / 2)))
-    with pytest.raises(CapacityError, match=r"export will not fit: it needs about 0.7 GB of memory"):
+    with pytest.raises(CapacityError, match=r"export will not fit: it needs about 701.0 MB of memory"):
         pipeline.run(recipe, folder, Execution(device="cpu"), goal="export")
     assert not folder.graph_path("dense").exists() and "export" not in folder.manifest()["stages"]
     monkeypatch.setattr(
@@ -140,3 +144,29 @@ def test_a_stage_is_refused_before_it_starts_and_told_where_it_is_tight(tmp_path
     )
     pipeline._require_capacity("export", folder, recipe, Execution(device="cpu", say=said.append))
     assert len(said) == 1 and said[0].startswith("export: may not fit")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "build", "memory", "expected"),
+    [
+        ("bfloat16", {"runtimes": ["tensorrt-rtx"]}, 10**12, "bfloat16"),
+        ("float16", {"runtimes": ["tensorrt"]}, 10**12, "float16"),
+        ("float32", {"runtimes": ["tensorrt-rtx"]}, 10**12, "float16"),
+        ("bfloat16", {"runtimes": ["onnxruntime"]}, 10**12, "float32"),
+        ("bfloat16", {"runtimes": ["onnxruntime", "tensorrt-rtx"]}, 10**12, "float32"),
+        ("bfloat16", {"runtimes": ["onnxruntime"], "providers": ["cuda"]}, 10**12, "bfloat16"),
+        ("bfloat16", {"runtimes": ["onnxruntime"]}, 10**8, "float16"),
+        ("bfloat16", {}, 10**12, "float32"),
+        ("bfloat16", {}, 10**8, "bfloat16"),
+    ],
+)
+def test_auto_is_what_the_runtime_and_the_memory_want(checkpoint, build, memory, expected, tmp_path, monkeypatch):
+    config = json.loads((RECIPES / "configs" / "smollm2-135m.json").read_text()) | {"dtype": checkpoint}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("ghostexport.capacity.measure_machine", lambda *_: replace(ROOMY, total_memory=memory))
+    said = []
+    recipe = parse_recipe({"model": {"source": str(tmp_path)}, "select": {"prune": 5}, "build": build})
+    execution = Execution(device="cpu", say=said.append)
+    assert recipe.model.dtype == "auto"
+    assert resolve_machine(recipe, execution, building=False).model.dtype == expected
+    assert len(said) == 1 and said[0].startswith(f"dtype: {expected} (")
