@@ -28,7 +28,8 @@ from quality_texts import calibration_windows, held_out_windows, pools
 from ghostexport import models
 from ghostexport.benchmarking.statistics import differences
 from ghostexport.calibration import CalibrationSet
-from ghostexport.evaluation.text import QualityMeter, measure, torch_forward
+from ghostexport.evaluation.quality_meter import QualityMeter
+from ghostexport.evaluation.text import measure, torch_forward
 from ghostexport.execution import Execution
 from ghostexport.files import write_json
 from ghostexport.moments import MagnitudeRatios

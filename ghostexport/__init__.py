@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ghostexport.calibration import CalibrationSet as CalibrationSet
     from ghostexport.calibration import Tokens as Tokens
     from ghostexport.errors import GhostExportError as GhostExportError
-    from ghostexport.evaluation.text import Quality as Quality
+    from ghostexport.evaluation.quality_meter import Quality as Quality
     from ghostexport.execution import Execution as Execution
     from ghostexport.exporters import export_model as export_model
     from ghostexport.exporters.graph_file import OnnxGraphFile as OnnxGraphFile

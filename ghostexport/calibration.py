@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
@@ -22,6 +21,9 @@ from ghostexport.execution import Execution
 from ghostexport.files import write_bytes
 from ghostexport.recipe import CalibrationSection
 from ghostexport.texts import documents, shares
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "ghostexport.calibration/1"
 
@@ -100,6 +102,8 @@ class CalibrationSet:
 
     def batches(self, device: torch.device | str = "cpu", tokens: int = BATCH_TOKENS) -> Iterator[Batch]:
         """The sequences in order, about ``tokens`` tokens at a time, at least one sequence."""
+        import torch
+
         size = max(1, tokens // self.tokens.shape[1])
         for first in range(0, len(self), size):
             part = slice(first, first + size)

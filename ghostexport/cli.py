@@ -259,6 +259,9 @@ def _run_to(
     from ghostexport import show as screen
     from ghostexport.execution import Execution
 
+    if goal == "build" and target.endswith(".onnx"):
+        commands.build_graph(Path(target), output, flags, how)
+        return
     recipe, folder = resolve(target, output, recipe_file, flags)
     with distributed.joined(folder, goal) as own:
         how = how | {"device": distributed.own_device(how.get("device", "auto"))}

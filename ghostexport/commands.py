@@ -114,6 +114,38 @@ def serve(
     uvicorn.run(server, host=host, port=port)
 
 
+@app.command()
+def pack(
+    run: Run,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Archive to write; default: RUN.zip.")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="Variant to pack; repeatable; default: all.")] = None,
+) -> None:
+    """Write variants of a run into one file for a device; there: ghostexport build engine FILE."""
+    from ghostexport.packing import pack
+
+    typer.echo(pack(run, output, variant or ()))
+
+
+def build_graph(graph: Path, output: Path | None, flags: dict[str, Any], how: dict[str, Any]) -> None:
+    """Builds engines of any decoder graph, an operator file spliced in first where one is named."""
+    from ghostexport import api, show
+    from ghostexport.execution import Execution
+
+    given = {key: value for key, value in flags["build"].items() if value is not None}
+    runtimes, files = given.pop("runtimes", None) or (None,), flags["recover"]["operators"] or ()
+    built = []
+    with show.display() as callbacks:
+        execution = Execution(**how, **callbacks)
+        for file in files:
+            made = (output or graph.parent) / f"{graph.stem}-{Path(file).stem}.onnx"
+            graph = Path(api.surgery(graph, Path(file), made).path or made)
+        for name in runtimes:
+            target = None if output is None or name is None else output / name / graph.stem
+            built.append(api.build(graph, target, runtime=name, execution=execution, **given))
+    for engine in built:
+        show.print_run(engine.sidecar)
+
+
 def _line() -> str:
     try:
         return input("> ").strip()

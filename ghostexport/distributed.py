@@ -39,10 +39,11 @@ def is_first() -> bool:
 
 def own_device(device: str) -> str:
     """``auto`` becomes this process's GPU where there are several."""
+    if not is_torchrun() or device != "auto":
+        return device
     import torch
 
-    several = is_torchrun() and device == "auto" and torch.cuda.is_available()
-    return f"cuda:{os.environ['LOCAL_RANK']}" if several else device
+    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else device
 
 
 @contextlib.contextmanager

@@ -320,7 +320,7 @@ def _is_current(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Exec
 
 def _depends_on(stage: Stage, folder: RunFolder, recipe: Recipe) -> tuple[str, list[Path], dict[str, str]]:
     """Hash of the stage's sections, the files it reads, and the versions of its packages."""
-    inputs = [path for need in _needs(stage, recipe) for path in folder.outputs(need)]
+    inputs = [path for need in needs_of(stage, recipe) for path in folder.outputs(need)]
     return recipe.section_sha256(stage.sections), inputs, versions_of(stage.packages)
 
 
@@ -359,11 +359,12 @@ def _wanted(goal: str, recipe: Recipe) -> list[Stage]:
     while frontier:
         name = frontier.pop()
         wanted.add(name)
-        frontier += _needs(by_name[name], recipe)
+        frontier += needs_of(by_name[name], recipe)
     return [stage for stage in STAGES if stage.name in wanted]
 
 
-def _needs(stage: Stage, recipe: Recipe) -> list[str]:
+def needs_of(stage: Stage, recipe: Recipe) -> list[str]:
+    """The stages whose files a stage reads in this recipe."""
     return [need for need in stage.needs if need != QUANTIZE or recipe.quantize.format]
 
 

@@ -25,6 +25,10 @@ def resolve(
     from ghostexport.recipe import parse_recipe, read_recipe
     from ghostexport.runfolder import RunFolder
 
+    if target.endswith(".zip"):
+        from ghostexport.packing import unpack
+
+        target, output = str(unpack(Path(target), output)), None
     is_run = RunFolder(target).recipe_path.is_file()
     if not is_run and output is None:
         raise RecipeError(

@@ -29,6 +29,7 @@ from ghostexport.models.running import MANY, cache_tensors, step
 from ghostexport.quantization.reader import rounded_inputs
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.runtimes.ort.ort_session import OrtSession
+from ghostexport.tolerances import ROUNDED, TOLERANCES, Tolerance
 
 SHORT, LONG = 7, 24
 PART = 64  # tokens of a prefill at once: logits of a whole window can be gigabytes
@@ -36,28 +37,6 @@ FARTHEST = 1024  # windows up to here are left: 4,096 tokens through a 7B model 
 PADDING = 2  # tokens of left padding in row 1 of the short prefill
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """What still counts as equal.
-
-    Attributes:
-        relative: largest absolute error of an output over the standard deviation of the reference output.
-        kl: mean KL(reference || candidate) of the next-token distributions, nats per token.
-    """
-
-    relative: float
-    kl: float
-
-
-TOLERANCES: Mapping[str, Tolerance] = {
-    # order of summation only; SmolLM2-135M shows 3e-5 and 3e-11, and KL grows with the square of the error
-    "float32": Tolerance(relative=5e-4, kl=1e-8),
-    # 11-bit mantissa, rounded at other places on either side; tiny models show 1e-2 and 5e-6
-    "float16": Tolerance(relative=0.1, kl=1e-3),
-}
-
-#: For inputs that are rounded: where sums differ in their last bits, an input falls on the other side of a step.
-ROUNDED = Tolerance(relative=0.2, kl=1e-3)
 _ROUNDED_NOTE = "Inputs of products are rounded: a last bit may be rounded at other places, so the tolerance is wider."
 
 #: Prefix of the folders that hold twins of a graph while it is compared.

@@ -29,7 +29,7 @@ from ghostexport.recipe import CalibrationSection, EvalSection, ModelSection, Re
 
 if TYPE_CHECKING:
     from ghostexport.calibration import CalibrationSet, Tokens
-    from ghostexport.evaluation.text import Quality
+    from ghostexport.evaluation.quality_meter import Quality
     from ghostexport.models import LoadedModel
 
 _CALIBRATION, _RECOVER = CalibrationSection(), RecoverSection()

@@ -20,7 +20,6 @@ from ghostexport.calibration import load as load_calibration
 from ghostexport.errors import RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.files import write_json
-from ghostexport.models import resolve_source
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import BenchSection, BuildSection, Recipe, float_variant
 from ghostexport.report.page import write_report
@@ -38,8 +37,9 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
         RunFolderError: an artefact is missing or was edited.
     """
     plan = folder.read_plan()
-    heads = _query_heads(recipe, execution)
-    facts = {v: _facts(folder, plan, v, heads) for v in recipe.variants}
+    heads = _query_heads(folder)
+    variants = folder.variants(recipe.variants)
+    facts = {v: _facts(folder, plan, v, heads) for v in variants}
     usable, reasons = _usable(recipe)
     for reason in reasons:
         execution.say(f"bench: {reason}")
@@ -60,9 +60,9 @@ def bench_run(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[P
             facts,
             recipe.bench,
             execution,
-            parity=_parity(folder, recipe, engines[recipe.variants[0]], loaders, execution),
+            parity=_parity(folder, recipe, engines[variants[0]], loaders, execution),
             recipe_sha256=recipe.sha256,
-            observe=lambda cells: execution.table(recipe.variants, live_rows(cells)),
+            observe=lambda cells: execution.table(variants, live_rows(cells)),
         )
         written += write_bench(folder, name, measured)
     try:
@@ -127,10 +127,11 @@ def _facts(folder: RunFolder, plan: PrunePlan, variant: str, query_heads: int | 
     return read_facts(graph, blocks, query_heads)
 
 
-def _query_heads(recipe: Recipe, execution: Execution) -> int | None:
+def _query_heads(folder: RunFolder) -> int | None:
     """Query heads of a block from the model's config; None leaves attention out of the FLOPs."""
-    config = resolve_source(recipe.model.source, recipe.model.revision, execution) / "config.json"
-    heads = json.loads(config.read_text(encoding="utf-8")).get("num_attention_heads") if config.exists() else None
+    config = folder.model_path / "config.json"
+    found = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    heads = (found.get("text_config") or found).get("num_attention_heads")
     return heads if isinstance(heads, int) else None
 
 
@@ -146,7 +147,8 @@ def _usable(recipe: Recipe) -> tuple[dict[str, Runtime], list[str]]:
 
 
 def _engines(folder: RunFolder, recipe: Recipe, runtime: str) -> dict[str, EngineFile]:
-    return {v: read_sidecar(folder.require(folder.sidecar_path(runtime, v), "build engine")) for v in recipe.variants}
+    named = folder.variants(recipe.variants)
+    return {v: read_sidecar(folder.require(folder.sidecar_path(runtime, v), "build engine")) for v in named}
 
 
 def _quality(

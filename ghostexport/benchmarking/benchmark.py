@@ -100,7 +100,7 @@ def _announced(
     device: str,
     workloads: Sequence[Workload],
     facts: Mapping[str, VariantFacts],
-    ceilings: Ceilings,
+    ceilings: Ceilings | None,
     execution: Execution,
 ) -> dict[str, Any]:
     """The card, said together with the ideal speed-ups before anything is measured."""
@@ -183,10 +183,13 @@ def ideal_lines(
     return lines
 
 
-def _card_lines(about: Mapping[str, Any], ceilings: Ceilings) -> list[str]:
+def _card_lines(about: Mapping[str, Any], ceilings: Ceilings | None) -> list[str]:
+    device = f"device: {about.get('gpu', {}).get('name') or about['cpu']}, {about['threads']} CPU threads"
+    if ceilings is None:
+        return [device, "ceilings: not measured (they need PyTorch on this device)"]
     gb, gflops = ceilings.bytes_per_second / 1e9, ceilings.flops_per_second / 1e9
     return [
-        f"device: {about.get('gpu', {}).get('name') or about['cpu']}, {about['threads']} CPU threads",
+        device,
         f"ceilings: {gb:.1f} GB/s, {gflops:.0f} GFLOP/s {ceilings.dtype} ({ceilings.method})",
     ]
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from ghostexport.benchmarking.measuring import Loaders
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError, RuntimeUnavailableError
-from ghostexport.evaluation.text import QualityMeter
+from ghostexport.evaluation.quality_meter import QualityMeter
 from ghostexport.execution import Execution
 from ghostexport.files import require_space
 from ghostexport.runtimes.base import EngineFile, Session
 from ghostexport.runtimes.ort.onnxruntime import open_graph
-from ghostexport.verification import TOLERANCES
+from ghostexport.tolerances import TOLERANCES
 
 PROMPT = 12
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from ghostexport.benchmarking.workloads import Workload
@@ -200,44 +201,47 @@ def _multiplied(graph: Any, floats: dict[str, tuple[int, ...]]) -> list[str]:
 READ_BYTES = 256 << 20
 #: Side of the square matrix product.
 SIDE = 2048
+_COLUMNS = 4096
 BEST_OF = 5
 
 
-def measure_ceilings(device: str = "cpu", dtype: str = "float32", *, read_bytes: int = READ_BYTES) -> Ceilings:
-    """Best of a few matrix-vector products (bytes/s) and matrix products (FLOP/s) with PyTorch on ``device``.
+def measure_ceilings(device: str = "cpu", dtype: str = "float32", *, read_bytes: int = READ_BYTES) -> Ceilings | None:
+    """Best of a few matrix-vector products (bytes/s) and matrix products (FLOP/s) on ``device``.
 
-    The two are what decode and prefill do at best. Threads are PyTorch's default: the physical cores, as
-    ONNX Runtime's.
+    The two are what decode and prefill do at best. With PyTorch, whose threads are the physical cores, as ONNX
+    Runtime's; without it NumPy measures a CPU in float32, and nothing a GPU (None).
     """
-    import torch
-
-    kind = getattr(torch, dtype)
-    columns = 4096
-    matrix = torch.zeros(read_bytes // kind.itemsize // columns, columns, dtype=kind, device=device)
-    vector = torch.ones(columns, dtype=kind, device=device)
-    read = _best(lambda: torch.mv(matrix, vector), device)
-    square = torch.ones(SIDE, SIDE, dtype=kind, device=device)
-    product = _best(lambda: torch.mm(square, square), device)
+    try:
+        import torch
+    except ImportError:
+        if device != "cpu" or dtype != "float32":
+            return None
+        library: Any = np
+        who, place = f"numpy {np.__version__} on cpu", {}
+    else:
+        library, place = torch, {"device": device}
+        who = f"torch {torch.__version__} on {device}, {torch.get_num_threads()} threads"
+    kind = getattr(library, dtype)
+    rows = read_bytes // np.dtype("float32" if dtype == "float32" else "float16").itemsize // _COLUMNS
+    matrix, vector = library.zeros((rows, _COLUMNS), dtype=kind, **place), library.ones(_COLUMNS, dtype=kind, **place)
+    square = library.ones((SIDE, SIDE), dtype=kind, **place)
     return Ceilings(
-        bytes_per_second=matrix.numel() * kind.itemsize / read,
-        flops_per_second=2 * SIDE**3 / product,
+        bytes_per_second=matrix.nbytes / _best(lambda: matrix @ vector, device),
+        flops_per_second=2 * SIDE**3 / _best(lambda: square @ square, device),
         dtype=dtype,
-        method=f"best of {BEST_OF}: {read_bytes >> 20} MiB matrix-vector product, {SIDE}^3 matrix product, "
-        f"torch {torch.__version__} on {device}, {torch.get_num_threads()} threads",
+        method=f"best of {BEST_OF}: {read_bytes >> 20} MiB matrix-vector product, {SIDE}^3 matrix product, {who}",
     )
 
 
 def _best(run: Callable[[], Any], device: str) -> float:
-    import torch
-
     def seconds() -> float:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
         start = time.perf_counter_ns()
         run()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
         return (time.perf_counter_ns() - start) * 1e-9
 
+    if device.startswith("cuda"):
+        import torch
+
+        compute, run = run, lambda: (compute(), torch.cuda.synchronize(device))  # type: ignore[func-returns-value]
     seconds()  # warm-up: allocation, kernel selection
     return min(seconds() for _ in range(BEST_OF))

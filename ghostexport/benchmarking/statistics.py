@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from ghostexport.evaluation.text import WindowSums
+    from ghostexport.evaluation.quality_meter import WindowSums
 
 PERCENTILES = (90, 95, 99)
 #: trtexec warns above this coefficient of variation and suggests locking the clocks.

@@ -16,8 +16,9 @@ from ghostexport.benchmarking.statistics import differences
 from ghostexport.calibration import CalibrationSet
 from ghostexport.evaluation.corpora import corpus_windows
 from ghostexport.evaluation.cut_errors import boundary_errors
+from ghostexport.evaluation.quality_meter import QualityMeter
 from ghostexport.evaluation.tasks import ask, compare, retained, summarise
-from ghostexport.evaluation.text import Forward, QualityMeter, measure, torch_forward
+from ghostexport.evaluation.text import Forward, measure, torch_forward
 from ghostexport.evaluation.writing import write
 from ghostexport.execution import Execution
 from ghostexport.files import write_json

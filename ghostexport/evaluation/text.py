@@ -5,33 +5,23 @@ Logits are arrays from anywhere (PyTorch, ONNX Runtime, an engine); nothing of v
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
+from ghostexport.evaluation.quality_meter import Quality, QualityMeter, predicting
 from ghostexport.execution import Execution
 
-#: Rows of logits turned into float64 log-probabilities at once: 256 x 150k x 8 B = 300 MB at the largest vocabularies.
-ROWS = 256
-
-#: The same of a loss in float32: 1024 x 150k x 4 B = 600 MB.
+#: Rows of logits in a loss at once, float32: 1024 x 150k x 4 B = 600 MB at the largest vocabularies.
 LOSS_ROWS = 1024
 
 #: ``(B, T)`` int64 token ids and mask to ``(B, T, V)`` logits, as a NumPy array or tensor.
 Forward = Callable[[torch.Tensor, torch.Tensor | None], Any]
 
 
-def predicting(mask: torch.Tensor) -> torch.Tensor:
-    """The positions ``(B, T - 1)`` that count: real tokens before a real token, of a mask ``(B, T)`` bool."""
-    return mask[:, :-1] & mask[:, 1:]
-
-
-def predictions(logits: Any, tokens: torch.Tensor, mask: torch.Tensor, rows: int = ROWS) -> Iterator[tuple[Any, Any]]:
+def predictions(logits: Any, tokens: torch.Tensor, mask: torch.Tensor, rows: int) -> Iterator[tuple[Any, Any]]:
     """Of the positions that count, logits ``[n, V]`` and the tokens ``[n]`` they should predict, ``n <= rows``.
 
     Args:
@@ -48,84 +38,6 @@ def losses(logits: torch.Tensor, batch: Batch) -> Iterator[tuple[torch.Tensor, i
     """Sums of the next-token loss, float32 nats, and how many tokens are in each; differentiable."""
     for rows, wanted in predictions(logits, batch.input_ids, batch.mask, LOSS_ROWS):
         yield torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="sum"), len(wanted)
-
-
-@dataclass(frozen=True)
-class Quality:
-    """What was measured.
-
-    Attributes:
-        perplexity: ``exp`` of the mean negative log-likelihood of the next token.
-        mean_kl: mean over positions of ``KL(dense || model)`` in nats; None without a reference.
-        top1_agreement: share of positions where both models prefer the same next token; None without a reference.
-        tokens: predicted positions.
-        tasks: accuracy on zero-shot tasks by task and metric, where they were asked for.
-    """
-
-    perplexity: float
-    mean_kl: float | None
-    top1_agreement: float | None
-    tokens: int
-    tasks: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class WindowSums:
-    """Sums over the predicted positions of one call of :meth:`QualityMeter.add`.
-
-    Attributes:
-        nll: negative log-likelihood of the next token, nats.
-        kl, agree: of the ``compared`` positions: KL to the reference, and same preferred token.
-        tokens, compared: predicted positions, and those with a reference.
-    """
-
-    nll: float = 0.0
-    kl: float = 0.0
-    agree: int = 0
-    tokens: int = 0
-    compared: int = 0
-
-
-class QualityMeter:
-    """Accumulates :class:`Quality` over windows of text; ``windows`` holds the sums of every call, for intervals."""
-
-    def __init__(self) -> None:
-        self.windows: list[WindowSums] = []
-
-    def add(self, logits: Any, tokens: Any, mask: Any = None, reference: Any = None) -> None:
-        """Adds windows.
-
-        Args:
-            logits: ``(B, T, V)``; position t predicts token t + 1, the last position predicts nothing.
-            tokens: ``(B, T)`` token ids.
-            mask: ``(B, T)``, 0 where padded; a position counts when it and the token it predicts are real.
-            reference: the dense model's logits of the same windows, for KL and agreement.
-        """
-        tokens = torch.as_tensor(tokens)
-        real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else torch.as_tensor(mask) != 0
-        sums = WindowSums()
-        self.windows.append(sums)
-        dense = itertools.repeat((None, None)) if reference is None else predictions(reference, tokens, real)
-        for (rows, wanted), (dense_rows, _) in zip(predictions(logits, tokens, real), dense, strict=False):
-            log_q = rows.double().log_softmax(1)  # [n, V]
-            sums.nll -= float(log_q.gather(1, wanted[:, None]).sum())
-            sums.tokens += len(wanted)
-            if dense_rows is not None:
-                log_p = dense_rows.double().log_softmax(1).to(log_q.device)
-                sums.kl += float((log_p.exp() * (log_p - log_q)).sum())
-                sums.agree += int((log_p.argmax(1) == log_q.argmax(1)).sum())
-                sums.compared += len(wanted)
-
-    def result(self) -> Quality:
-        """Figures over everything added so far (NaN perplexity when nothing was)."""
-        nll, kl = math.fsum(w.nll for w in self.windows), math.fsum(w.kl for w in self.windows)
-        tokens, compared = sum(w.tokens for w in self.windows), sum(w.compared for w in self.windows)
-        return Quality(
-            math.exp(nll / tokens) if tokens else math.nan,
-            kl / compared if compared else None,
-            sum(w.agree for w in self.windows) / compared if compared else None,
-            tokens,
-        )
 
 
 def evaluate(

@@ -17,7 +17,8 @@ import torch
 
 from ghostexport.calibration import CalibrationSet
 from ghostexport.errors import CalibrationError
-from ghostexport.evaluation.text import losses, predicting
+from ghostexport.evaluation.quality_meter import predicting
+from ghostexport.evaluation.text import losses
 from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel, find_projections
 

@@ -9,7 +9,8 @@ import torch
 
 from ghostexport.errors import ParityError
 from ghostexport.runtimes.ort.onnxruntime import open_graph
-from ghostexport.verification import FARTHEST, LONG, SHORT, TOLERANCES, compare, remove_leftovers, verify
+from ghostexport.tolerances import TOLERANCES
+from ghostexport.verification import FARTHEST, LONG, SHORT, compare, remove_leftovers, verify
 from tests.tiny import tiny
 
 # float32 round-off of both sides; a tenth of the tolerance

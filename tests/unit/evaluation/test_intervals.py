@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ghostexport.benchmarking.statistics import differences, paired_average, paired_mean
-from ghostexport.evaluation.text import WindowSums
+from ghostexport.evaluation.quality_meter import WindowSums
 
 
 def windows(losses, tokens=100):

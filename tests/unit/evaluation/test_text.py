@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from ghostexport.calibration import CalibrationSet
-from ghostexport.evaluation.text import QualityMeter, evaluate, losses, torch_forward
+from ghostexport.evaluation.quality_meter import QualityMeter
+from ghostexport.evaluation.text import evaluate, losses, torch_forward
 from tests.tiny import tiny
 
 RANDOM = np.random.default_rng(0)
