@@ -18,7 +18,7 @@ from typing import Any
 
 from ghostexport.errors import RunFolderError
 from ghostexport.files import atomic_path, require_space, sha256_file
-from ghostexport.manifest import fingerprint, matches
+from ghostexport.manifest import fingerprints, matches
 from ghostexport.pipeline import STAGES, needs_of
 from ghostexport.recipe import float_variant, parse_recipe, read_recipe
 from ghostexport.runfolder import RunFolder
@@ -146,11 +146,12 @@ def _manifest(folder: RunFolder, chosen: Sequence[str], files: Mapping[str, Path
                 )
         own = {key for key in entry["outputs"] if key in files}
         own |= made if own & made else set()
+        found = {key: files[key] for key in sorted(own)}
         stages[stage.name] = entry | {
             "inputs": {
                 key: record for need in needs_of(stage, recipe) for key, record in stages[need]["outputs"].items()
             },
-            "outputs": {key: fingerprint(files[key]) | {"mtime_ns": _TIME * 10**9} for key in sorted(own)},
+            "outputs": {key: record | {"mtime_ns": _TIME * 10**9} for key, record in fingerprints(found).items()},
         }
     return manifest | {"stages": stages, "variants": list(chosen)}
 
