@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ghostexport.api import bench as bench
     from ghostexport.api import build as build
     from ghostexport.api import calibrate as calibrate
+    from ghostexport.api import convert as convert
     from ghostexport.api import evaluate as evaluate
     from ghostexport.api import export as export
     from ghostexport.api import load as load

@@ -196,6 +196,7 @@ def quantize(
     calibration: Annotated[
         Path | None, typer.Option(help="A run's calibration file: scales are weighted by what the graph sees on it.")
     ] = None,
+    convert: Annotated[bool, typer.Option("--convert", help="Rewrite a graph that others quantised, exactly.")] = False,
 ) -> None:
     """Quantise the weights of an exported graph (or run the quantize stage of a run folder)."""
     given = {"block": block, "scales": scales, "head": head, "activations": activations, "smooth": smooth}
@@ -205,11 +206,14 @@ def quantize(
     from ghostexport import api
     from ghostexport import show as screen
     from ghostexport.execution import Execution
-    from ghostexport.quantization.targets import Settings
+    from ghostexport.recipe import QuantizeSection
 
     if output is None:
         raise RecipeError("quantize writes a new graph.", "Name a folder for it with -o.")
-    settings = Settings(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
+    if convert:
+        typer.echo(api.convert(target, output / f"{Path(target).stem}.onnx"))
+        return
+    settings = QuantizeSection.model_validate({key: value for key, value in given.items() if value is not None})
     with screen.display() as callbacks:
         for name in form or ["int4"]:
             made = output / f"{Path(target).stem}.{name}.onnx"

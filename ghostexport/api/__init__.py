@@ -14,7 +14,7 @@ Options are the keys of the verb's recipe section, with its defaults; they are v
 those of :mod:`ghostexport.errors`. Stages of the pipeline are the same functions between files.
 """
 
-from ghostexport.api.graphs import bench, build, export, quantize, surgery, verify
+from ghostexport.api.graphs import bench, build, convert, export, quantize, surgery, verify
 from ghostexport.api.repairing import apply, calibrate, evaluate, load, recover, save, select
 
 #: In the order of the pipeline.
@@ -29,6 +29,7 @@ __all__ = [  # noqa: RUF022
     "export",
     "surgery",
     "quantize",
+    "convert",
     "verify",
     "build",
     "bench",

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ghostexport.calibration import CalibrationSet, Tokens
     from ghostexport.exporters.graph_file import OnnxGraphFile
     from ghostexport.models import LoadedModel
-    from ghostexport.quantization.targets import Settings
     from ghostexport.quantization.writer import QuantizationReport
+    from ghostexport.recipe import QuantizeSection
     from ghostexport.runtimes.base import EngineFile
     from ghostexport.surgery.surgery_report import SurgeryReport
     from ghostexport.verification import ParityReport
@@ -124,7 +124,7 @@ def quantize(
     form: str = "int4",
     *,
     calibration: Tokens | CalibrationSet | str | Path | None = None,
-    settings: Settings | None = None,
+    settings: QuantizeSection | None = None,
     execution: Execution | None = None,
 ) -> QuantizationReport:
     """Quantises a graph; see :func:`ghostexport.quantization.writer.quantize_graph`.
@@ -134,7 +134,7 @@ def quantize(
         output: the new ONNX file; its report lies beside it.
         form: ``int4``, ``int8``, ``fp8`` or ``nvfp4``.
         calibration: tokens, or a run's file of them; the search is weighted by what the graph sees on them.
-        settings: block, scales, head, operator, activations; static activations need ``calibration``.
+        settings: all but its ``format``; static activations need ``calibration``.
 
     Raises:
         RecipeError: an unknown form, or settings that it has no kernels for.
@@ -142,8 +142,8 @@ def quantize(
     """
     from ghostexport.calibration import load
     from ghostexport.quantization.inputs import measure_inputs
-    from ghostexport.quantization.targets import Settings
     from ghostexport.quantization.writer import quantize_graph
+    from ghostexport.recipe import QuantizeSection
 
     execution, path = execution or Execution(), path_of(graph)
     inputs = None
@@ -152,7 +152,25 @@ def quantize(
         seen = functools.partial(execution.progress, "quantize: inputs")
         inputs = measure_inputs(path, drawn_of(drawn).tokens, seen)
     progress = functools.partial(execution.progress, f"quantize: {form}")
-    return quantize_graph(path, Path(output), form, settings or Settings(), inputs=inputs, progress=progress)
+    return quantize_graph(
+        path, Path(output), form, (settings or QuantizeSection()).settings, inputs=inputs, progress=progress
+    )
+
+
+def convert(graph: File, output: str | Path) -> Path:
+    """Rewrites a graph quantised by others so that every runtime reads it, exactly.
+
+    Args:
+        graph: ONNX file with ``MatMulNBits``, or with blocks under an opset that has none (ModelOpt).
+        output: the new ONNX file.
+
+    Raises:
+        SurgeryError: it cannot be rewritten exactly, or has nothing to rewrite.
+    """
+    from ghostexport.quantization.conversion import convert_graph
+
+    convert_graph(path_of(graph), Path(output))
+    return Path(output)
 
 
 def _tuned(graph: Path, folder: Path, change: Plan | None, pattern: str | None) -> OperatorSet:

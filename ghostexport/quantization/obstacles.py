@@ -13,6 +13,7 @@ from ghostexport.onnxfile import load_graph, values
 _ORT_ONLY = ("DynamicQuantizeLinear", "MatMulInteger", "QLinearMatMul", "QGemm", "DynamicQuantizeMatMul", "MatMulNBits")
 _NO_TYPE = ("UINT4", "INT2", "UINT2", "FLOAT8E5M2", "FLOAT8E8M0", "FLOAT8E4M3FNUZ", "FLOAT8E5M2FNUZ")
 _FOUR_BITS = (ir.DataType.INT4, ir.DataType.UINT4)
+_CONVERT = "Rewrite it: ghostexport quantize GRAPH.onnx --convert -o OUT."
 #: First opset whose DequantizeLinear knows blocks.
 _BLOCKS_SINCE = 21
 
@@ -34,7 +35,9 @@ def find_obstacle(graph: Path, runtime: str, version: str = "") -> str | None:
 def _of_tensorrt(model: ir.Model, nodes: list[ir.Node], runtime: str, version: str) -> Iterator[str]:
     for node in nodes:
         if node.op_type in _ORT_ONLY:
-            yield f"{node.name or node.op_type} is a {node.op_type}, an operator of ONNX Runtime that {runtime} lacks."
+            advice = f" {_CONVERT}" if node.op_type == "MatMulNBits" else ""
+            named = f"{node.name or node.op_type} is a {node.op_type}"
+            yield f"{named}, an operator of ONNX Runtime that {runtime} lacks.{advice}"
         if node.op_type == "TRT_FP4DynamicQuantize" and runtime == "tensorrt" and version.startswith("10."):
             yield f"{node.name} rounds activations to four bits, which TensorRT {version} lacks; 11 has it."
     for name, value in model.graph.initializers.items():
@@ -52,7 +55,8 @@ def _of_blocks(model: ir.Model, nodes: list[ir.Node]) -> Iterator[str]:
     opset = model.opset_imports.get("", 0)
     for node in nodes:
         if node.op_type == "DequantizeLinear" and "block_size" in node.attributes and opset < _BLOCKS_SINCE:
-            yield f"{node.name} has a block_size and the graph is of opset {opset}; blocks came with {_BLOCKS_SINCE}."
+            blocks = f"{node.name} has a block_size and the graph is of opset {opset}"
+            yield f"{blocks}; blocks came with {_BLOCKS_SINCE}. {_CONVERT}"
 
 
 def _of_scaling(node: ir.Node) -> Iterator[str]:

@@ -148,7 +148,7 @@ def quantize_graph(
         _Job(linear, *chosen[linear.kind], settings.scales == "search", (inputs or {}).get(linear.name))
         for linear in linears
     ]
-    _raise_opset(model, max([opset, *(job.form.opset for job in jobs if job.form is not None)]))
+    raise_opset(model, max([opset, *(job.form.opset for job in jobs if job.form is not None)]))
     new = _round_inputs(model.graph, jobs, settings, inputs) if static and inputs is not None else []
     new += [value for job in jobs if job.form is not None for value in _replace(model.graph, job)]
     for done, job in enumerate(jobs):
@@ -283,7 +283,7 @@ def _round_inputs(
     new = []
     for rounding in roundings:
         constants = activations.insert(graph, rounding, form)
-        _register(graph, constants)
+        register(graph, constants)
         new += constants
         for linear in rounding.linears:
             body[linear.name].rounds_input, body[linear.name].smooth = True, rounding.smooth
@@ -297,7 +297,7 @@ def _replace(graph: ir.Graph, job: _Job) -> list[ir.Value]:
     linear, weight = job.linear, job.linear.weight
     q, scale, unit = job.values
     new = [value for value in (q, scale, unit) if value is not None]
-    _register(graph, new)
+    register(graph, new)
     first = min(linear.readers, key=list(graph).index)
     scale_in: ir.Value = scale
     if unit is not None:
@@ -313,7 +313,12 @@ def _replace(graph: ir.Graph, job: _Job) -> list[ir.Value]:
     return new
 
 
-def _register(graph: ir.Graph, new: list[ir.Value]) -> None:
+def register(graph: ir.Graph, new: list[ir.Value]) -> None:
+    """Makes values initializers of the graph.
+
+    Raises:
+        NameCollision: it has one of that name.
+    """
     for value in new:
         if value.name in graph.initializers:
             raise NameCollision(f"The graph already has {value.name}.", "Rename it, or quantise the float graph.")
@@ -329,8 +334,12 @@ def _dequantize(
     return node
 
 
-def _raise_opset(model: ir.Model, opset: int) -> None:
-    """Declares a newer opset. From 20 on, the operators of decoders only gained types, but for the ones refused."""
+def raise_opset(model: ir.Model, opset: int) -> None:
+    """Declares a newer opset. From 20 on, the operators of decoders only gained types, but for the ones refused.
+
+    Raises:
+        SurgeryError: the graph is too old, or has an operator that changed.
+    """
     if opset <= (model.opset_imports[""] or 0):
         return
     changed = {"GroupNormalization"} & {node.op_type for node in model.graph.all_nodes()}

@@ -18,6 +18,7 @@ FUNCTIONS = [
     "bench",
     "build",
     "calibrate",
+    "convert",
     "evaluate",
     "export",
     "load",
