@@ -104,8 +104,13 @@ SECTION_OF = {
     "bench": "bench",
     "evaluate": "eval",
 }
-#: of a whole run, not of one call: graphs are verified by `verify`, samples come from `generate`, bootstraps compare
-NOT_OF_A_CALL = {"eval": {"onnx", "generate", "resamples", "seed"}, "build": {"runtimes"}, "model": {"source"}}
+#: of a whole run, not of one call: graphs are verified by `verify`, samples come from `generate`, bootstraps compare,
+#: texts are handed over as tokens
+NOT_OF_A_CALL = {
+    "eval": {"onnx", "generate", "prompts", "resamples", "seed", "corpora", "corpus_length"},
+    "build": {"runtimes"},
+    "model": {"source"},
+}
 
 
 @pytest.mark.parametrize("name", SECTION_OF)
