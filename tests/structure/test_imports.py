@@ -33,6 +33,7 @@ LIGHT = (
     "errors.py",
     "plan.py",
     "recipe.py",
+    "recipe_measuring.py",
     "recovery/__init__.py",
     "recovery/registry.py",
     "execution.py",
