@@ -177,8 +177,8 @@ REVEALED = [
     "ghostexport.plan.PrunePlan",
     "ghostexport.operators.OperatorSet",
     "dict[str, ghostexport.operators.OperatorSet]",
-    "ghostexport.evaluation.text.Quality",
-    "dict[str, ghostexport.evaluation.text.Quality]",
+    "ghostexport.evaluation.quality_meter.Quality",
+    "dict[str, ghostexport.evaluation.quality_meter.Quality]",
     "ghostexport.surgery.surgery_report.SurgeryReport",
     "ghostexport.benchmarking.result.BenchReport",
 ]
