@@ -6,7 +6,7 @@ import json
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,32 @@ def convert_gguf(file: Path, execution: Execution) -> Path:
     Raises:
         ModelLayoutError: the file is not GGUF, or transformers cannot read its architecture.
     """
-    cache = platformdirs.user_cache_path("ghostexport", appauthor=False) / "gguf"
-    folder = cache / sha256_file(file)[:32]
+
+    def convert() -> tuple[Any, Any]:
+        model, tokenizer = _read(file)
+        if note := head_note(model):
+            execution.say(note)
+        return model, tokenizer
+
+    size = _BYTES_PER_GGUF_BYTE * file.stat().st_size
+    return made_once("gguf", sha256_file(file)[:32], f"converting {file.name}", size, convert, execution)
+
+
+def made_once(
+    kind: str, key: str, what: str, size: int, make: Callable[[], tuple[Any, Any]], execution: Execution
+) -> Path:
+    """The plain folder ``key`` in the user's cache of such a kind; written by ``make`` (model, tokenizer) when absent.
+
+    ``what`` is said with the folder before it is made, which takes about ``size`` bytes.
+    """
+    cache = platformdirs.user_cache_path("ghostexport", appauthor=False) / kind
+    folder = cache / key
     if (folder / "config.json").exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    require_space(cache, _BYTES_PER_GGUF_BYTE * file.stat().st_size, f"the de-quantised {file.name}")
-    execution.say(f"converting {file.name} to a plain model in {folder} (once)")
-    model, tokenizer = _read(file)
-    note = head_note(model)
-    if note:
-        execution.say(note)
+    require_space(cache, size, f"{what} to a plain model")
+    execution.say(f"{what} to a plain model in {folder} (once)")
+    model, tokenizer = make()
     temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache))
     try:
         save_checkpoint(model, tokenizer, temporary)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from ghostexport.errors import RecipeError, RuntimeUnavailableError
 from ghostexport.execution import Execution
+from ghostexport.models.adapters import ADAPTER_CONFIG, merge_adapter, read_adapter
 from ghostexport.models.checkpoints import convert_gguf
 
 #: Packaged demo models: source name -> (module, pinned requirement). Their own dependencies are not needed.
@@ -29,7 +29,8 @@ def resolve_source(source: str | Path, revision: str | None = None, execution: E
     """Turns a model source into a local folder with ``config.json`` and weights.
 
     Args:
-        source: ``smollm2``, a local folder, a ``.gguf`` file, a folder or Hub repository holding one, or a Hub id.
+        source: ``smollm2``, a local folder, a ``.gguf`` file, a folder or Hub repository holding one, or a Hub id. An
+            adapter is merged into its base model.
         revision: branch, tag or commit of a Hub repository.
         execution: told about conversions.
 
@@ -46,31 +47,27 @@ def resolve_source(source: str | Path, revision: str | None = None, execution: E
             raise RecipeError(f"model.source: {path} is a file but not a .gguf file.", "Name its folder instead.")
         return convert_gguf(path, execution)
     if path.is_dir():
-        _refuse_adapter(path)
-        if (path / "config.json").exists():
-            return path
+        if (path / ADAPTER_CONFIG).exists() or (path / "config.json").exists():
+            return _merged(path, execution)
         return convert_gguf(_only_gguf(sorted(path.glob("*.gguf")), str(path)), execution)
     if path.is_absolute() or str(source).startswith((".", "~")) or str(source).endswith(".gguf"):
         raise RecipeError(f"model.source: {source} does not exist.", "Give an existing folder or .gguf file.")
-    folder = _from_hub(str(source), revision, execution)
-    _refuse_adapter(folder)
-    return folder
+    return _merged(_from_hub(str(source), revision, execution), execution)
 
 
-def _refuse_adapter(folder: Path) -> None:
-    """An adapter's weights are no model, and beside a model's they would be left out without a word."""
-    if not (folder / "adapter_config.json").exists():
-        return
+def _merged(folder: Path, execution: Execution) -> Path:
+    """The folder itself; of an adapter the one of its base model with the adapter merged."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        return folder
+    kind, base, revision = read_adapter(folder)
     try:
-        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except ValueError:
-        adapter = {}
-    kind, base = adapter.get("peft_type", "PEFT"), adapter.get("base_model_name_or_path") or "its base model"
-    raise RecipeError(
-        f"model.source: {folder} holds a {kind} adapter of {base}, not a model of its own.",
-        "Merge it first, with peft: AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()"
-        ".save_pretrained(MERGED); save the base model's tokenizer there, and name MERGED.",
-    )
+        found = resolve_source(base, revision, execution)
+    except RecipeError as error:
+        raise RecipeError(
+            f"model.source: {folder} holds a {kind} adapter of {base}, which was not found. {error.message}",
+            f"Set base_model_name_or_path in {folder / ADAPTER_CONFIG} to a folder or Hub name of the base model.",
+        ) from error
+    return merge_adapter(folder, found, execution)
 
 
 def source_files(folder: Path, weights: bool = True) -> list[Path]:
@@ -123,7 +120,7 @@ def _from_hub(repo: str, revision: str | None, execution: Execution) -> Path:
                 return Path(snapshot_download(repo, revision=revision, local_files_only=True))
             except LocalEntryNotFoundError:
                 raise OSError(str(error)) from error
-        if "config.json" in names or "adapter_config.json" in names:
+        if "config.json" in names or ADAPTER_CONFIG in names:
             return Path(snapshot_download(repo, revision=revision, allow_patterns=hub_files(names)))
         gguf = _only_gguf(sorted(Path(name) for name in names if name.endswith(".gguf")), repo)
         return convert_gguf(Path(hf_hub_download(repo, str(gguf), revision=revision)), execution)

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ghostexport import models
-from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError
+from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.models.sources import hub_files
 from ghostexport.operators import Operator, OperatorSet, WeightFold
@@ -171,15 +171,72 @@ def test_weights_are_fetched_once(names, fetched):
     assert set(hub_files(["config.json", *names])) == {"config.json", *fetched}
 
 
-@pytest.mark.parametrize("beside_a_model", [True, False])
-def test_an_adapter_is_refused_with_the_way_to_merge_it(folder, beside_a_model):
+def test_an_adapter_beside_a_model_is_refused_with_the_way_to_merge_it(folder):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "maker/base-7b"}
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
-    if not beside_a_model:
-        (folder / "config.json").unlink()
     with pytest.raises(RecipeError, match=r"LORA adapter of maker/base-7b") as caught:
         models.load_model(folder, "float32")
     assert "merge_and_unload" in str(caught.value)
+
+
+@pytest.fixture
+def adapter(folder, tmp_path, monkeypatch):
+    """A LoRA adapter of rank 4 of the tiny model, every matrix random, and ``scale B A`` by module."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"])
+    wrapped = peft.get_peft_model(base, config)
+    changes, generator = {}, torch.Generator().manual_seed(0)
+    for name, module in wrapped.named_modules():
+        if hasattr(module, "lora_B"):
+            for part in (module.lora_A, module.lora_B):
+                weight = part["default"].weight
+                weight.data = torch.randn(weight.shape, generator=generator) * 0.1
+            key = name.removeprefix("base_model.model.") + ".weight"
+            changes[key] = 12 / 4 * module.lora_B["default"].weight @ module.lora_A["default"].weight
+    wrapped.peft_config["default"].base_model_name_or_path = str(folder)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", changes
+
+
+def test_an_adapter_is_merged_into_its_base_once(folder, adapter):
+    path, changes = adapter
+    before, said = load_file(folder / "model.safetensors"), []
+    merged = models.resolve_source(path, execution=Execution(say=said.append))
+    assert len(changes) == 8 and "merging the LORA adapter" in said[0]
+    after = models.load_model(merged, "float32").model.state_dict()
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight + changes[name] if name in changes else weight)
+    del said[:]
+    assert models.resolve_source(path, execution=Execution(say=said.append)) == merged and not said
+    rewrite(folder, lambda tensors: tensors["model.norm.weight"].mul_(2))  # another base is another model
+    assert models.resolve_source(path) != merged
+
+
+def test_an_adapter_of_another_base_or_of_none_is_refused(folder, adapter, monkeypatch):
+    path, _ = adapter
+    config = path / "adapter_config.json"
+    tiny("llama", num_hidden_layers=3).save_pretrained(path.parent / "shallow")
+
+    def based_on(base):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": base}))
+
+    based_on(str(path.parent / "shallow"))
+    with pytest.raises(ModelLayoutError, match=r"do not belong together: .*layers\.3"):
+        models.load_model(path, "float32")
+    based_on("maker/base-7b")
+    with pytest.raises(RecipeError, match="LORA adapter of maker/base-7b, which was not found") as caught:
+        models.load_model(path, "float32")
+    assert "base_model_name_or_path" in str(caught.value)
+    based_on(None)
+    with pytest.raises(RecipeError, match="names no base model"):
+        models.load_model(path, "float32")
+    based_on(str(folder))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeUnavailableError, match=r"pip install 'ghostexport\[peft\]'"):
+        models.load_model(path, "float32")
 
 
 def fp8(weight):
