@@ -12,8 +12,10 @@ from ghostexport.cli import app
 from ghostexport.errors import SurgeryError
 from ghostexport.exporters import export_model
 from ghostexport.models.reweighting import changed_weights
+from ghostexport.models.rounding import round_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
+from ghostexport.quantization.writer import quantize_graph
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.recover import recover
 from ghostexport.runfolder import RunFolder
@@ -111,6 +113,30 @@ def test_a_healed_model_is_in_the_graph_as_in_pytorch_with_the_nodes_of_ghost(ex
     assert sets["ghost-healed"].weights
     assert verify(healed, tmp_path / "ghost-healed.onnx", "ghost-healed").passed
     assert sorted(nodes(tmp_path / "ghost-healed.onnx")) == sorted(nodes(tmp_path / "ghost.onnx"))
+
+
+@pytest.mark.slow
+def test_a_healed_model_is_quantised_like_any_other(exported, tmp_path):
+    case = exported("llama")
+    loaded = models.from_memory(case.model)
+    tokens = CalibrationSet.from_tokens(np.random.default_rng(0).integers(3, 128, (16, 40)))
+    section = RecoverSection(operators=("ghost", "ghost-healed"), learning_rate=1e-3)
+    sets = recover(loaded, PLAN, tokens, tokens.first(4), section)
+    counts, rounded = {}, {}
+    for name, operators in sets.items():
+        graph, small = tmp_path / f"{name}.onnx", tmp_path / f"{name}.int4.onnx"
+        operate(case.path, PLAN, operators, graph)
+        counts[name] = len(quantize_graph(graph, small, "int4").linears)
+        rounded[name] = round_weights(models.patch(loaded, PLAN, operators).model, graph, small)
+        assert verify(rounded[name], small, f"{name}.int4").passed
+    assert counts["ghost-healed"] == counts["ghost"] > 0
+    assert not compare(rounded["ghost"], tmp_path / "ghost-healed.int4.onnx").passed  # the healed weights are in it
+    healed = models.patch(loaded, PLAN, sets["ghost-healed"]).model
+    change = [
+        (a - b).norm() / a.norm()
+        for a, b in zip(healed.parameters(), rounded["ghost-healed"].parameters(), strict=True)
+    ]
+    assert 0 < max(change) < 0.2
 
 
 @pytest.mark.slow
