@@ -30,7 +30,7 @@ from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.recover import recover
-from ghostexport.recovery.trained.healed import heal
+from ghostexport.recovery.trained.healed import LEARNING_RATE, heal
 
 #: Windows of either domain that calibration may draw, and how many behind them judge.
 DRAWN, JUDGES = 392, 8
@@ -147,7 +147,7 @@ def cpu_seconds() -> float:
 
 
 def render(work: Path, results: Path, title: str) -> None:
-    """Writes ``healing.json``, ``healing.md`` and ``healing.png``."""
+    """Writes ``healing.json``, ``healing.md`` and ``healing.png``; rows that no cell in ``work`` measures anew stay."""
     cells = [read(file) for file in sorted(work.glob("start-heal-*.json")) + sorted(work.glob("heal-*.json"))]
     dense = read(work / "dense.json")
     same = {(str(c["removed"]), c["seed"], c["repair"]): c for c in cells if c["repair"] in STARTS}
@@ -164,12 +164,21 @@ def render(work: Path, results: Path, title: str) -> None:
                 row[f"ratio_to_{name}"] = ratio(cell, other, AVERAGED)
                 row[f"ratio_to_{name}_by_domain"] = {d: ratio(cell, other, (d,)) for d in cell["losses"]}
         rows.append(row)
-    rows.sort(key=lambda row: (str(row["removed"]), row["seed"], row["repair"] not in STARTS, row["size"]))
+    measured = [_what(row) for row in rows]
+    if (results / "healing.json").exists():
+        rows += [row for row in read(results / "healing.json")["rows"] if _what(row) not in measured]
+    rows.sort(
+        key=lambda row: (str(row["removed"]), row["seed"], row["repair"] not in STARTS, row["size"], row["rate"] or 0)
+    )
     about = {"title": title, "windows": len(dense["losses"]["wiki"]), "judges": JUDGES, "started_on": STARTED_ON}
     whole = {d: perplexity(v) for d, v in dense["losses"].items()} | {"geometric_mean": geometric_mean(dense)}
     write_json(results / "healing.json", about | {"dense": whole, "rows": rows})
     write_bytes(results / "healing.md", "\n".join(table(about, whole, rows)).encode())
-    draw_healing(rows, whole["geometric_mean"], results / "healing.png")
+    draw_healing([row for row in rows if row["rate"] is None], whole["geometric_mean"], results / "healing.png")
+
+
+def _what(row: dict[str, Any]) -> str:
+    return str([row[key] for key in ("removed", "seed", "repair", "size", "epochs", "rate")])
 
 
 def table(about: dict[str, Any], dense: dict[str, float], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -185,19 +194,21 @@ def table(about: dict[str, Any], dense: dict[str, float], rows: Sequence[dict[st
         "",
         "dense: " + ", ".join(f"{d} {p:.1f}" for d, p in dense.items()),
         "",
-        "| removed | draw | repair | sequences | wiki | c4 | code | speeches | geo | / ghost | / start | KL | CPU s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| removed | draw | repair | sequences | rate | {' | '.join(domains)} | geo | / ghost | / start | KL | CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         fit = row["fit"]
         kl = f"{fit['kl_before']:.3f} -> {fit['kl_after']:.3f}" if "kl_after" in fit else ""
-        cells = [spans(row), row["seed"], row["repair"], row["size"], *(f"{row[d]:.1f}" for d in domains)]
+        rate = f"{row['rate'] or LEARNING_RATE:g}" if kl else ""
+        cells = [spans(row), row["seed"], row["repair"], row["size"], rate, *(f"{row[d]:.1f}" for d in domains)]
         cells += [f"**{row['geometric_mean']:.1f}**", interval(row.get("ratio_to_ghost"))]
         cells += [interval(row.get("ratio_to_start")), kl, f"{row['cpu_seconds']:.0f}" if kl else ""]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "Ratio to the start by domain:", "", f"| removed | draw | sequences | {' | '.join(domains)} |"]
-    lines.append("|---|---|---|" + "---|" * len(domains))
+    lines += ["", "Ratio to the start by domain:", "", f"| removed | draw | sequences | rate | {' | '.join(domains)} |"]
+    lines.append("|---|---|---|---|" + "---|" * len(domains))
     for row in (row for row in rows if row["repair"] not in STARTS):
         shown = " | ".join(interval(row.get("ratio_to_start_by_domain", {}).get(d)) for d in domains)
-        lines.append(f"| {spans(row)} | {row['seed']} | {row['size']} | {shown} |")
+        rate = f"{row['rate'] or LEARNING_RATE:g}"
+        lines.append(f"| {spans(row)} | {row['seed']} | {row['size']} | {rate} | {shown} |")
     return [*lines, ""]

@@ -52,6 +52,7 @@ PARTS = ("repairs", "criteria", "sizes", "tasks", "heal")
 #: Trained by the part ``heal``: removed blocks, sequences, draw.
 HEALED = (
     Healing(((12, 19),), 64),
+    Healing(((12, 19),), 64, rate=3e-4),
     Healing(((12, 19),), 192),
     Healing(((12, 19),), 384),
     Healing(((12, 19),), 64, seed=1),
