@@ -194,7 +194,8 @@ def table(about: dict[str, Any], dense: dict[str, float], rows: Sequence[dict[st
         "",
         "dense: " + ", ".join(f"{d} {p:.1f}" for d, p in dense.items()),
         "",
-        f"| removed | draw | repair | sequences | rate | {' | '.join(domains)} | geo | / ghost | / start | KL | CPU s |",
+        "| removed | draw | repair | sequences | rate | "
+        f"{' | '.join(domains)} | geo | / ghost | / start | KL | CPU s |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
