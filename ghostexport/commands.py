@@ -126,6 +126,29 @@ def pack(
     typer.echo(pack(run, output, variant or ()))
 
 
+@app.command()
+def deploy(
+    run: Run,
+    target: Annotated[str, typer.Option(help="checkpoint, transformers, vllm, genai, triton, gguf, openvino, ...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="New folder to write.")],
+    variant: Variant = None,
+) -> None:
+    """Write a variant of a run as the folder that a runtime expects, and test it where the runtime is installed."""
+    from ghostexport.deploy import deploy
+
+    with _saying() as execution:
+        said = deploy(run, target, output, variant, execution)
+    typer.echo(f"{output}\n{said}")
+
+
+@app.command()
+def selftest(folder: Annotated[Path, typer.Argument(help="Folder that deploy wrote.")]) -> None:
+    """Compare a deployed folder's answers, on its runtime, with those of the verified graph."""
+    from ghostexport.deploy import selftest
+
+    typer.echo(selftest(folder))
+
+
 def build_graph(graph: Path, output: Path | None, flags: dict[str, Any], how: dict[str, Any]) -> None:
     """Builds engines of any decoder graph, an operator file spliced in first where one is named."""
     from ghostexport import api, show

@@ -72,13 +72,15 @@ def made_once(
 
 
 @hidden_progress_bars()
-def save_checkpoint(model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
+def save_checkpoint(
+    model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, Any] | None = None, **options: Any
+) -> None:
     """Saves model and tokenizer so that both transformers 4.57 and 5 read the same rotary base and tokenizer.
 
     transformers 5 writes ``rope_parameters`` only, and 4.57 would silently fall back to ``rope_theta`` = 10000.
-    ``weights`` are those to write; None for all of the model's.
+    ``weights`` are those to write; None for all of the model's. ``options`` are those of ``save_pretrained``.
     """
-    model.save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder, state_dict=weights, **options)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in rope:
