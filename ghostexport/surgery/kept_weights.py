@@ -24,6 +24,7 @@ from ghostexport.errors import SurgeryError
 from ghostexport.onnxfile import values
 from ghostexport.operators import FloatArray, WeightFold
 from ghostexport.plan import PrunePlan
+from ghostexport.quantization.requantization import requantize
 from ghostexport.surgery.flow import is_constant, is_weight
 from ghostexport.surgery.layout import DecoderLayout, bias_index, is_attention, point_at
 from ghostexport.surgery.splice import weight
@@ -43,22 +44,24 @@ class FoldTarget:
         weight: the initializer.
         transposed: the initializer is ``[out, in]``.
         bias_node: Add node of the bias (the product itself for Gemm); None without a bias.
+        unpack: the DequantizeLinear that makes the weight, which then is its numbers; None for a float layer.
     """
 
     product: ir.Node
     weight: ir.Value
     transposed: bool
     bias_node: ir.Node | None
+    unpack: ir.Node | None = None
 
 
 def fold(layout: DecoderLayout, item: WeightFold, block: int) -> tuple[str, list[ir.Value]]:
     """Puts a new weight (and bias) into ``block`` of the layout; returns the old name and the new initializers.
 
     The new initializer is named ``ghost.fold.{block}.{role}.weight``; other users of the old one keep it. A gain is
-    rescaled where it stands: ``ghost.fold.{role}.{block}.{n}``.
+    rescaled where it stands: ``ghost.fold.{role}.{block}.{n}``. A quantised layer is rounded again, in its own form.
 
     Raises:
-        SurgeryError: the layer is quantised, not found, of another shape, or has no bias to replace.
+        SurgeryError: the layer is quantised in an unknown way, not found, or of another shape.
     """
     if item.role.endswith("gain"):
         return _fold_gain(layout, item, block)
@@ -71,12 +74,17 @@ def fold(layout: DecoderLayout, item: WeightFold, block: int) -> tuple[str, list
             f"{target.weight.name!r} is {expected}.",
             "Fit the operator on the model that this graph was exported from.",
         )
-    dtype = target.weight.dtype
-    assert dtype is not None
+    dtype = target.product.inputs[0].dtype if target.unpack is not None else target.weight.dtype  # type: ignore[union-attr]
     prefix = f"ghost.fold.{item.block}.{item.role}"
-    new = [weight(f"{prefix}.weight", np.ascontiguousarray(array), dtype)]
-    reader = next(iter(_between(target)), target.product)
-    _replace(reader, target.weight, new[0])
+    if target.unpack is not None:
+        new = requantize(target.unpack, np.ascontiguousarray(array), f"{prefix}.weight")
+        dtype = dtype or new[1].dtype
+    else:
+        assert dtype is not None
+        new = [weight(f"{prefix}.weight", np.ascontiguousarray(array), dtype)]
+        reader = next(iter(_between(target)), target.product)
+        _replace(reader, target.weight, new[0])
+    assert dtype is not None
     if item.bias is not None:
         new += _fold_bias(layout, target, item.bias, prefix, dtype)
     return target.weight.name or "?", new
@@ -138,20 +146,26 @@ def locate(layout: DecoderLayout, block: int, role: str) -> FoldTarget:
     product = found[0]
     source = product.inputs[1]
     if product.op_type in _QUANTISED or source is None:
-        raise SurgeryError(f"The {where} is quantised ({product.op_type}).", "Fold before quantising.")
+        raise SurgeryError(
+            f"The {where} is quantised ({product.op_type}).",
+            "Rewrite it first (ghostexport quantize GRAPH.onnx --convert -o OUT), or fold before quantising.",
+        )
+    unpack = None
     transposed = product.op_type == "Gemm" and bool(_int(product, "transB"))
     while not source.is_initializer():
         node = source.producer()
         assert node is not None
-        if node.op_type in _QUANTISED:
-            raise SurgeryError(f"The {where} is quantised ({node.op_type}).", "Fold before quantising.")
-        if node.op_type == "Transpose":
+        if node.op_type == "DequantizeLinear" and unpack is None:
+            unpack = node
+        elif node.op_type in _QUANTISED:
+            raise SurgeryError(f"The {where} is quantised twice ({node.op_type}).", "Fold before quantising.")
+        elif node.op_type == "Transpose":
             transposed = not transposed
         elif node.op_type not in ("Identity", "Cast"):
             raise SurgeryError(f"The weight of {where} is computed by {node.op_type}.", "It cannot be replaced.")
         source = node.inputs[0]
         assert source is not None
-    return FoldTarget(product, source, transposed, _bias_node(product))
+    return FoldTarget(product, source, transposed, _bias_node(product), unpack)
 
 
 def _first_products(layout: DecoderLayout, total: ir.Node, block: int) -> list[ir.Node]:

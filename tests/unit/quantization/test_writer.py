@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from ghostexport.errors import BuildError, RecipeError, SurgeryError
 from ghostexport.execution import Execution
 from ghostexport.float32_twin import for_cpu
-from ghostexport.operators import Operator, OperatorSet
+from ghostexport.operators import Operator, OperatorSet, WeightFold
 from ghostexport.plan import PrunePlan
 from ghostexport.quantization.forms import FORMS
 from ghostexport.quantization.inputs import measure_inputs
@@ -193,6 +193,25 @@ def test_a_quantised_engine_runs_as_its_graph(ghost, tmp_path):
     session = RUNTIMES["onnxruntime"].load(engine, Execution())
     out, _ = session.forward(IDS, session.new_cache(2))
     assert np.abs(out - logits(tmp_path / "q.onnx")).max() < 2e-3 * out.std()
+
+
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+def test_a_fold_into_a_quantised_graph_gives_what_quantising_the_folded_graph_gives(exported, form, tmp_path):
+    dense = exported("llama-tied", vocab_size=264).path
+    new = (0.05 * np.random.default_rng(4).standard_normal((96, 64))).astype(np.float32)
+    operator = Operator(PLAN.boundaries[0], "fold", folds=(WeightFold(1, "mlp_output", new),))
+    operators = OperatorSet("fold", (operator,), PLAN)
+    operate(dense, PLAN, operators, tmp_path / "folded.onnx")
+    quantize_graph(tmp_path / "folded.onnx", tmp_path / "folded-first.onnx", form)
+    quantize_graph(dense, tmp_path / "q.onnx", form)
+    operate(tmp_path / "q.onnx", PLAN, operators, tmp_path / "quantised-first.onnx")
+    first, second = (ir.load(tmp_path / f"{name}-first.onnx").graph.initializers for name in ("folded", "quantised"))
+    assert {"ghost.fold.1.mlp_output.weight.q", "ghost.fold.1.mlp_output.weight.scale"} <= first.keys() & second.keys()
+    for name in first:
+        if name.endswith((".q", ".scale")):
+            assert first[name].const_value.tobytes() == second[name].const_value.tobytes(), name
+    expected = exact_logits(tmp_path / "folded-first.onnx")
+    assert np.abs(expected - exact_logits(tmp_path / "quantised-first.onnx")).max() < 1e-5 * expected.std()
 
 
 @pytest.mark.slow

@@ -295,12 +295,19 @@ def test_quantised_weights_pass_through_as_bytes(dtype: str, contained: bool, tm
     assert sum(node.op_type == "DequantizeLinear" for node in after.graph) == 6 * len(plan.kept)
 
 
-def test_quantised_weights_refuse_a_fold(tmp_path: Path) -> None:
+def test_a_fold_into_a_quantised_weight_is_rounded_in_its_form(tmp_path: Path) -> None:
+    """One scale for the whole weight, as the toy's layers have it: half a step is the largest error."""
     toy, plan = Toy(blocks=6, qdq="int8"), PrunePlan.from_spans(6, [(3, 5)])
-    folds = (WeightFold(2, "mlp_output", np.zeros((12, C), np.float32)),)
+    new = np.random.default_rng(3).normal(size=(12, C)).astype(np.float32)
+    folds = (WeightFold(2, "mlp_output", new),)
     operators = OperatorSet("fold", (Operator(plan.boundaries[0], "fold", folds=folds),), plan)
-    with pytest.raises(SurgeryError, match="quantised"):
-        operate(save(toy, tmp_path / "dense.onnx"), plan, operators, tmp_path / "out.onnx")
+    operate(save(toy, tmp_path / "dense.onnx"), plan, operators, tmp_path / "out.onnx")
+    stored = ir.load(tmp_path / "out.onnx").graph.initializers
+    q, scale = (stored[f"ghost.fold.2.mlp_output.weight.{part}"].const_value for part in ("q", "scale"))
+    assert q is not None and scale is not None and q.dtype == ir.DataType.INT8
+    step = float(scale.numpy().item())
+    assert np.abs(q.numpy() * step - new).max() <= step / 2 * 1.0001 and step == pytest.approx(np.abs(new).max() / 127)
+    session(tmp_path / "out.onnx")
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
