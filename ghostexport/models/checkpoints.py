@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import transformers
 from ghostexport.errors import ModelLayoutError
 from ghostexport.execution import Execution
 from ghostexport.files import require_space, sha256_file, write_json
-from ghostexport.models.silence import hidden_progress_bars
+from ghostexport.models.blocks import find_blocks
+from ghostexport.models.gguf_settings import complete_config
+from ghostexport.models.silence import hidden_progress_bars, silenced
 
 #: Relative Frobenius distance below which an untied head is the embedding stored twice with two quantisations.
 #: 4-bit formats measure near 0.1; independent matrices measure near 1.4.
@@ -37,7 +40,7 @@ def convert_gguf(file: Path, execution: Execution) -> Path:
     """
 
     def convert() -> tuple[Any, Any]:
-        model, tokenizer = _read(file)
+        model, tokenizer = _read(file, execution)
         if note := head_note(model):
             execution.say(note)
         return model, tokenizer
@@ -105,25 +108,64 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         write_json(path, settings)
 
 
+def require_all_weights(model: Any, info: dict[str, Any], source: Path, execution: Execution) -> None:
+    """Refuses a checkpoint of which parts would be random, or of whose blocks parts would be left out."""
+    blocks = next(name for name, module in model.named_modules() if module is find_blocks(model))
+    inside = re.compile(rf"(?:{re.escape(blocks)}|{re.escape(blocks.partition('.')[2] or blocks)})\.(\d+)\.")
+    config = model.config.get_text_config()
+    count = int(config.num_hidden_layers)
+    predicting = range(count, count + int(getattr(config, "num_nextn_predict_layers", None) or 0))
+    unused = sorted(info["unexpected_keys"])
+    indices = {name: int(found[1]) for name in unused if (found := inside.match(name))}
+    faults = {
+        "lacks tensors that its configuration names": sorted(info["missing_keys"]),
+        "holds tensors of other shapes than its configuration's": [
+            f"{name} {list(have)} for {list(wanted)}" for name, have, wanted in sorted(info["mismatched_keys"])
+        ],
+        "holds tensors of decoder blocks that its configuration does not name": [
+            name for name, index in indices.items() if index not in predicting
+        ],
+    }
+    for fault, names in faults.items():
+        if names:
+            raise ModelLayoutError(
+                f"The checkpoint {source} {fault}: {_shown(names)}.",
+                "Use a Hugging Face checkpoint of the model."
+                if source.suffix == ".gguf"
+                else "Copy all its weight files, and the config.json that belongs to them, again.",
+            )
+    if unused:
+        kind = "multi-token prediction" if all(indices.get(name) in predicting for name in unused) else "no use here"
+        execution.say(f"{len(unused)} tensors of the checkpoint are left out ({kind}): {_shown(unused)}")
+
+
+def _shown(names: Sequence[str], count: int = 4) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
 @hidden_progress_bars()
-def _read(file: Path) -> tuple[Any, Any]:
+def _read(file: Path, execution: Execution) -> tuple[Any, Any]:
     # Without dequantize transformers 5 may keep packed blocks; 4.57 has no such class and always unpacks.
-    options = {}
+    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, **options
-        )
+        with silenced("transformers"):
+            read: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, **options
+            )
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (ValueError, OSError, LookupError, ImportError, NotImplementedError, struct.error) as error:
+    except (ValueError, OSError, LookupError, ImportError, NotImplementedError, RuntimeError, struct.error) as error:
         raise ModelLayoutError(
             f"{file} cannot be read as a GGUF language model: {error}", "Use a Hugging Face checkpoint of the model."
         ) from error
+    loaded, info = read
+    require_all_weights(loaded, info, file, execution)
     # A de-quantised model still carries its quantizer and refuses to be saved: rebuild it from config and weights.
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    complete_config(config, file)
     model = type(loaded)(config)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError, Ru
 from ghostexport.execution import Execution
 from ghostexport.files import write_bytes, write_json
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
-from ghostexport.models.checkpoints import save_checkpoint, save_tokenizer
+from ghostexport.models.checkpoints import require_all_weights, save_checkpoint, save_tokenizer
 from ghostexport.models.configs import OPERATORS_FILE, PATCHED, UNTRUSTED, UNTRUSTING, auto_class, read_config
 from ghostexport.models.silence import hidden_progress_bars, silenced
 from ghostexport.models.sources import resolve_source
@@ -163,7 +161,7 @@ def load_model(
     vars(model).pop("hf_quantizer", None)  # it would refuse to save what is an ordinary model now
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    _require_all_weights(model, info, folder, execution)
+    require_all_weights(model, info, folder, execution)
     model = model.eval() if execution.device == SPLIT else nn.Module.to(model, _device(execution)).eval()
     loaded = from_memory(model, load_tokenizer(folder, trust_remote_code, config), str(folder))
     if not (beside := folder / OPERATORS_FILE).exists():
@@ -293,39 +291,6 @@ def _dequantised(config: Any, folder: Path) -> dict[str, Any]:
         )
     known = {name: value for name, value in values.items() if name in ("weight_block_size", "modules_to_not_convert")}
     return {"quantization_config": maker(**known, dequantize=True)}
-
-
-def _require_all_weights(model: Any, info: dict[str, Any], folder: Path, execution: Execution) -> None:
-    """Refuses a checkpoint of which parts would be random, or of whose blocks parts would be left out."""
-    blocks = next(name for name, module in model.named_modules() if module is find_blocks(model))
-    inside = re.compile(rf"(?:{re.escape(blocks)}|{re.escape(blocks.partition('.')[2] or blocks)})\.(\d+)\.")
-    config = model.config.get_text_config()
-    count = int(config.num_hidden_layers)
-    predicting = range(count, count + int(getattr(config, "num_nextn_predict_layers", None) or 0))
-    unused = sorted(info["unexpected_keys"])
-    indices = {name: int(found[1]) for name in unused if (found := inside.match(name))}
-    faults = {
-        "lacks tensors that its configuration names": sorted(info["missing_keys"]),
-        "holds tensors of other shapes than its configuration's": [
-            f"{name} {list(have)} for {list(wanted)}" for name, have, wanted in sorted(info["mismatched_keys"])
-        ],
-        "holds tensors of decoder blocks that its configuration does not name": [
-            name for name, index in indices.items() if index not in predicting
-        ],
-    }
-    for fault, names in faults.items():
-        if names:
-            raise ModelLayoutError(
-                f"The checkpoint {folder} {fault}: {_shown(names)}.",
-                "Copy all its weight files, and the config.json that belongs to them, again.",
-            )
-    if unused:
-        kind = "multi-token prediction" if all(indices.get(name) in predicting for name in unused) else "no use here"
-        execution.say(f"{len(unused)} tensors of the checkpoint are left out ({kind}): {_shown(unused)}")
-
-
-def _shown(names: Sequence[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def _device(execution: Execution) -> torch.device:

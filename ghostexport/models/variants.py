@@ -36,8 +36,12 @@ def needed_blocks(model: Any) -> dict[int, str]:
     config = model.config.get_text_config()
     found = dict.fromkeys(_donors(config), "later blocks read its keys and values")
     last = int(config.num_hidden_layers) - 1
-    types = getattr(config, "layer_types", None)
-    if types and last > 0:  # Gemma 4 makes the last block one of full attention whatever the configuration says
+    own = getattr(config, "layer_types", None)
+    types: list[str] = own or getattr(config, "layers_block_type", None) or []
+    attending = [block for block, kind in enumerate(types) if "attention" in kind and "linear" not in kind]
+    if len(attending) == 1 < len(types):
+        found.setdefault(attending[0], "transformers counts the tokens that a cache holds in the only attention")
+    if own and last > 0:  # Gemma 4 makes the last block one of full attention whatever the configuration says
         cut = copy.deepcopy(config)
         _cut_config(cut, PrunePlan.from_blocks(last + 1, [last]))
         if list(type(cut).from_dict(cut.to_dict()).layer_types) != list(types[:last]):

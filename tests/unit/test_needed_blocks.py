@@ -32,6 +32,8 @@ def test_donors_and_an_end_that_the_configuration_forces_are_needed(shared):
     assert set(models.needed_blocks(shared)) == {2, 3, 5}
     assert set(models.needed_blocks(tiny_decoders.build("gemma4"))) == {3}
     assert models.needed_blocks(tiny_decoders.build("gemma3")) == {}
+    assert set(models.needed_blocks(tiny_decoders.build("nemotron_h"))) == {1}  # its only attention
+    assert models.needed_blocks(tiny_decoders.build("lfm2")) == {}
 
 
 @pytest.mark.parametrize("removed", [[0], [0, 1], [4], [1, 4]])
