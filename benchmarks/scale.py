@@ -1,0 +1,201 @@
+"""What every stage takes on a model of real shape and random weights: wall, memory, disk, as multiples of the weights.
+
+    python benchmarks/scale.py qwen2.5-0.5b --work FOLDER [--dtype float16] [--output results/scale.json]
+
+Every stage is a process of its own on one run folder. Memory: the largest anonymous memory of the process (what it
+takes for itself; mapped files apart), every 20 ms, less that of importing the libraries. Disk: bytes read, of files that
+are dropped from the page cache before each stage, bytes written, and bytes that the run folder holds more afterwards.
+Floors beside it: one read of the weights, and one forward pass over the calibration tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
+OUTPUT = Path(__file__).parent / "results" / "scale.json"
+
+#: Shapes without a recipe of their own.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    },
+}
+
+STAGES = ("calibrate", "select", "recover", "export", "surgery", "verify", "build")
+
+
+def main() -> None:
+    arguments = parse()
+    model = make_model(arguments.shape, arguments.dtype, arguments.work)
+    run = arguments.work / f"run-{arguments.shape}-{arguments.dtype}"
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    flags = ["--prune", "4", "--calibration", "demo", "--dtype", arguments.dtype]
+    flags += ["--sequences", str(arguments.sequences), "--length", str(arguments.length), "--held-out", "2"]
+    rows = {"libraries": measure([sys.executable, "-c", IMPORTS], [])}
+    for stage in arguments.stages or STAGES:
+        verb = ["build", "engine"] if stage == "build" else [stage]
+        given = [str(model), "-o", str(run), *flags] if stage == STAGES[0] else [str(run)]
+        given += [] if stage == "surgery" else ["--device", "cpu"]
+        files = [path for root in (model, run) for path in root.rglob("*") if path.is_file()]
+        before = size(run)
+        rows[stage] = measure([sys.executable, "-m", "ghostexport.cli", *verb, *given, *extra(stage, arguments)], files)
+        rows[stage]["kept"] = size(run) - before
+        print(stage, rows[stage], flush=True)
+    result = {
+        "shape": arguments.shape,
+        "dtype": arguments.dtype,
+        "weights_bytes": weights,
+        "tokens": arguments.sequences * arguments.length,
+        "floors": floors(model, arguments),
+        "stages": {name: multiples(row, weights, rows["libraries"]) for name, row in rows.items()},
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+    }
+    known = json.loads(arguments.output.read_text(encoding="utf-8")) if arguments.output.exists() else {}
+    known[f"{arguments.shape} {arguments.dtype}"] = result
+    arguments.output.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    arguments.output.with_suffix(".md").write_text(table(known), encoding="utf-8")
+    print(table({arguments.shape: result}))
+
+
+IMPORTS = "import torch, transformers, onnxruntime, onnx_ir, ghostexport.pipeline, ghostexport.verification"
+
+
+def extra(stage: str, arguments: argparse.Namespace) -> list[str]:
+    """Flags of one stage."""
+    operators = [flag for name in arguments.operator for flag in ("--operator", name)]
+    return {"recover": operators, "build": ["--runtime", "onnxruntime"]}.get(stage, [])
+
+
+def make_model(shape: str, dtype: str, work: Path) -> Path:
+    """A model folder of random weights, with the tokenizer of SmolLM2."""
+    import torch
+    import transformers
+
+    from ghostexport import models
+
+    folder = work / f"{shape}-{dtype}"
+    if (folder / "config.json").exists():
+        return folder
+    values = SHAPES.get(shape) or json.loads((CONFIGS / f"{shape}.json").read_text(encoding="utf-8"))
+    config = transformers.AutoConfig.for_model(**values)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms that are all ones would be merged by exporters
+                parameter.add_(0.1 * torch.randn(parameter.shape).to(parameter.dtype))
+    model.save_pretrained(folder)
+    tokenizer = models.load_tokenizer(models.resolve_source("smollm2"))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def measure(command: list[str], files: list[Path]) -> dict[str, float]:
+    """Runs a command to its end and looks at it from outside."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    peak, io = 0, {"read_bytes": 0, "write_bytes": 0}
+    while process.poll() is None:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            found = re.search(r"RssAnon:\s+(\d+) kB", status)
+            peak = max(peak, int(found[1]) * 1024 if found else 0)
+            lines = Path(f"/proc/{process.pid}/io").read_text().splitlines()
+            io = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
+        except (OSError, ValueError):
+            break
+        time.sleep(0.02)
+    _, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{errors.decode()}")
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "memory": peak, "read": io["read_bytes"], "written": io["write_bytes"], "kept": 0}
+
+
+def floors(model: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds of one forward pass of the blocks over the calibration tokens, in the model's dtype."""
+    import torch
+
+    from ghostexport import models
+    from ghostexport.execution import Execution
+
+    loaded = models.load_model(model, arguments.dtype, Execution(device="cpu"))
+    ids = torch.randint(0, 1000, (1, arguments.length))
+    with torch.no_grad():
+        loaded.model.model(ids)
+        begun = time.perf_counter()
+        loaded.model.model(ids)
+    return {"forward_seconds": (time.perf_counter() - begun) * arguments.sequences}
+
+
+def multiples(row: dict[str, float], weights: int, libraries: dict[str, float]) -> dict[str, float]:
+    """Seconds, and everything else over the bytes of the weights."""
+    own = {"seconds": round(row["seconds"], 1), "memory_bytes": row["memory"]}
+    ratios = {key: round(row[key] / weights, 3) for key in ("read", "written", "kept")}
+    return own | {"memory": round((row["memory"] - libraries["memory"]) / weights, 3)} | ratios
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown, a row per stage."""
+    lines = []
+    for name, result in results.items():
+        lines += [
+            f"{name}: weights {result['weights_bytes'] / 1e9:.2f} GB, {result['tokens']} calibration tokens, one forward "
+            f"pass of the blocks over them {result['floors']['forward_seconds']:.0f} s; everything else over the weights",
+            "",
+            "| stage | seconds | memory of its own | read | written | kept |",
+            "|---|---|---|---|---|---|",
+        ]
+        for stage, row in result["stages"].items():
+            cells = " | ".join(f"{row[key]:.2f}" for key in ("memory", "read", "written", "kept"))
+            lines.append(f"| {stage} | {row['seconds']:.0f} | {cells} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", help=f"{', '.join(SHAPES)}, or a file of recipes/configs without .json")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the model and the run")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--operator", action="append", default=None)
+    parser.add_argument("--stages", nargs="*", default=None)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    arguments = parser.parse_args()
+    arguments.operator = arguments.operator or ["ghost", "linearpatch-rotate"]
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
