@@ -3,8 +3,8 @@
     python benchmarks/scale.py qwen2.5-0.5b --work FOLDER [--dtype float16] [--output results/scale.json]
 
 Every stage is a process of its own on one run folder. Memory: the largest anonymous memory of the process (what it
-takes for itself; mapped files apart), every 20 ms, less that of importing the libraries. Disk: bytes read, of files that
-are dropped from the page cache before each stage, bytes written, and bytes that the run folder holds more afterwards.
+takes for itself; mapped files apart), every 20 ms, less that of importing the libraries. Disk: bytes read, of files
+that are dropped from the page cache before each stage, bytes written, and bytes that the run folder keeps.
 Floors beside it: one read of the weights, and one forward pass over the calibration tokens.
 """
 
@@ -163,8 +163,8 @@ def table(results: dict[str, Any]) -> str:
     lines = []
     for name, result in results.items():
         lines += [
-            f"{name}: weights {result['weights_bytes'] / 1e9:.2f} GB, {result['tokens']} calibration tokens, one forward "
-            f"pass of the blocks over them {result['floors']['forward_seconds']:.0f} s; everything else over the weights",
+            f"{name}: weights {result['weights_bytes'] / 1e9:.2f} GB, {result['tokens']} calibration tokens, one pass "
+            f"of the blocks over them {result['floors']['forward_seconds']:.0f} s; all else over the weights' bytes",
             "",
             "| stage | seconds | memory of its own | read | written | kept |",
             "|---|---|---|---|---|---|",

@@ -174,15 +174,19 @@ def verify(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path
 
     plan = folder.read_plan()
     verification.remove_leftovers(folder.graph_path("dense").parent)
-    dense = loaded_of(recipe, execution)
-    reports = {}
+    dense, references = loaded_of(recipe, execution), {}
     for done, variant in enumerate(recipe.variants):
-        execution.progress("verify", done, len(recipe.variants))
+        execution.progress("verify: PyTorch", done, len(recipe.variants))
         source = float_variant(variant)
         model = (dense if source == "dense" else models.patch(dense, plan, folder.read_operators(variant))).model
         if variant != source:
             model = round_weights(model, folder.graph_path(source), folder.graph_path(variant))
-        reports[variant] = verification.verify(model, folder.graph_path(variant), variant).to_json()
+        references[variant] = verification.refer(model, folder.graph_path(variant))
+    del dense, model  # a graph is opened where no model is in memory
+    reports = {}
+    for done, variant in enumerate(recipe.variants):
+        execution.progress("verify: graphs", done, len(recipe.variants))
+        reports[variant] = references.pop(variant).verify(folder.graph_path(variant), variant).to_json()
     write_json(folder.parity_path, reports)
     return [folder.parity_path]
 

@@ -42,9 +42,12 @@ def loaded_of(recipe: Recipe, execution: Execution) -> LoadedModel:
     from ghostexport import models
 
     section = recipe.model
-    return models.load_model(
+    execution.progress("load the model", 0, None)
+    loaded = models.load_model(
         section.source, section.dtype, execution, section.revision, trust_remote_code=section.trust_remote_code
     )
+    execution.progress("load the model", 1, 1)
+    return loaded
 
 
 def resolve(recipe: Recipe, execution: Execution, fitting: bool) -> tuple[Recipe, LoadedModel | None]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ghostexport.errors import RunFolderError
@@ -32,10 +33,41 @@ _out = Console(highlight=False, markup=False, soft_wrap=True)
 _err = Console(highlight=False, markup=False, stderr=True)
 
 
+#: Seconds after which a step shows where it is.
+LONG = 3.0
+
+
+class ProgressLines:
+    """Progress where nobody draws: a line per tenth of a step that takes longer than three seconds."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._begun: dict[str, tuple[float, int]] = {}
+        self._last: dict[str, int] = {}
+
+    def update(self, task: str, done: int, total: int | None) -> None:
+        """See :data:`ghostexport.execution.Progress`."""
+        name, now = task.partition(" · ")[0], time.monotonic()
+        last = self._last.get(name, done)
+        if name not in self._begun or done < last:  # a new step, or the same once more
+            self._begun[name], last = (now, done), done
+        self._last[name] = done
+        begun, first = self._begun[name]
+        if total is None or total < 2 or now - begun < LONG or 10 * done // total == 10 * last // total:
+            return
+        left = round((now - begun) * (total - done) / (done - first))
+        rest = "done" if done >= total else f"about {left // 60}:{left % 60:02d} left"
+        self._write(f"{task}: {done} of {total} ({100 * done // total} %), {rest}")
+
+
 @contextlib.contextmanager
 def display() -> Iterator[dict[str, Any]]:
-    """Yields the callbacks of an :class:`Execution`: lines anywhere; bars and a live table on a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    """Yields the callbacks of an :class:`Execution`: lines anywhere; bars and a live table on a terminal.
+
+    A step without a count, such as loading a model, has a moving bar and its time so far.
+    """
+    counted = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *counted)
     bars = Progress(*columns, console=_err)
     tasks: dict[str, Any] = {}
 
@@ -53,7 +85,8 @@ def display() -> Iterator[dict[str, Any]]:
             _err.print(line, soft_wrap=True)
 
     if not _err.is_terminal:
-        yield {"progress": update, "say": say}
+        lines = ProgressLines(lambda line: _err.print(line, soft_wrap=True))
+        yield {"progress": lines.update, "say": say}
         return
     with Live(bars, console=_err, transient=True) as live:
 

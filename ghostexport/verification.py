@@ -9,7 +9,7 @@ from a fixed seed unless given.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
 import shutil
 import tempfile
@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 
 from ghostexport.errors import ParityError
 from ghostexport.float32_twin import for_cpu
-from ghostexport.kv_names import parse_kv_name
+from ghostexport.kv_names import pair_kv, parse_kv_name
 from ghostexport.models.running import MANY, cache_tensors, step
+from ghostexport.models.widening import widened
 from ghostexport.quantization.reader import rounded_inputs
+from ghostexport.runtimes.interface import read_interface
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.runtimes.ort.ort_session import OrtSession
 from ghostexport.tolerances import ROUNDED, TOLERANCES, Tolerance
@@ -112,6 +114,77 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One call of a feed: token ids ``(2, T)``, mask ``(2, past + T)``, whether it begins with an empty cache, and the
+    feed's name where its outputs are compared."""
+
+    ids: NDArray[np.int64]
+    mask: NDArray[np.int64]
+    begins: bool
+    feed: str
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a PyTorch model makes of the feeds. It is complete before a graph is opened: both need never be in memory.
+
+    Attributes:
+        model: the name of its class.
+        dtype: of its weights; ``computed_in``: of its outputs.
+        window: tokens that its local attention reaches back.
+        steps: the calls of all feeds.
+        outputs: by feed, keys, values and logits by their names in the graph.
+    """
+
+    model: str
+    dtype: str
+    computed_in: str
+    window: int
+    steps: tuple[_Step, ...]
+    outputs: Mapping[str, Mapping[str, NDArray[Any]]]
+
+    def compare(self, graph: Path, variant: str = "dense") -> ParityReport:
+        """Runs ``graph``, that of the same change, on ONNX Runtime's CPU provider; a difference is in the report."""
+        rounds = bool(rounded_inputs(graph))
+        tolerance = ROUNDED if rounds else TOLERANCES[self.computed_in]
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=graph.parent) as folder:
+            runnable, note = for_cpu(graph, self.dtype, Path(folder))
+            outputs = tuple(self._measured(open_graph(runnable, lean=True), tolerance))
+        note = f"{note} {_ROUNDED_NOTE}".strip() if rounds else note
+        if self.window > FARTHEST:
+            note = f"{note} The window of {self.window} tokens was not left.".strip()
+        first = next((output for output in outputs if not output.passed), None)
+        names = (f"PyTorch {self.model}, {self.dtype}", f"{variant} ({graph.name}) on ONNX Runtime, CPU")
+        return ParityReport(*names, self.dtype, self.computed_in, tolerance, outputs, first, note)
+
+    def verify(self, graph: Path, variant: str = "dense") -> ParityReport:
+        """As :meth:`compare`; raises as :func:`verify`."""
+        report = self.compare(graph, variant)
+        bad = report.first_divergence
+        if bad is not None:
+            kv = parse_kv_name(bad.output, output=True)
+            where = f"the residual stream that enters block {kv.block}" if kv else "the blocks' end or the head"
+            metric = f"max error / std = {bad.relative:.3g} (tolerance {report.tolerance.relative:g})"
+            if bad.kl is not None:
+                metric += f", KL = {bad.kl:.3g} nats (tolerance {report.tolerance.kl:g})"
+            raise ParityError(
+                f"{report.candidate} differs from {report.reference}: output {bad.output} at {bad.feed}: {metric}.",
+                f"The first difference is in {where}. Export and surgery must be run again, or this is a bug.",
+            )
+        return report
+
+    def _measured(self, candidate: OrtSession, tolerance: Tolerance) -> Iterator[OutputParity]:
+        cache: Any = None
+        for call in self.steps:
+            cache = candidate.new_cache(2) if call.begins else cache
+            outputs, cache = candidate.outputs(call.ids, cache, call.mask)
+            if call.feed:
+                expected, actual = _without_padding(self.outputs[call.feed], outputs, call.mask)
+                for name in sorted(expected, key=_depth):
+                    yield _measure(call.feed, name, expected[name], actual[name], tolerance)
+
+
 def verify(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None) -> ParityReport:
     """Compares ``graph`` on ONNX Runtime's CPU provider with ``model``.
 
@@ -125,77 +198,47 @@ def verify(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.i
         ParityError: an output differs by more than the tolerance; names output, metric and tolerance.
         RuntimeUnavailableError: onnxruntime is missing, or cannot run the graph.
     """
-    report = compare(model, graph, variant, tokens)
-    bad = report.first_divergence
-    if bad is not None:
-        kv = parse_kv_name(bad.output, output=True)
-        where = f"the residual stream that enters block {kv.block}" if kv else "the blocks' end or the head"
-        metric = f"max error / std = {bad.relative:.3g} (tolerance {report.tolerance.relative:g})"
-        if bad.kl is not None:
-            metric += f", KL = {bad.kl:.3g} nats (tolerance {report.tolerance.kl:g})"
-        raise ParityError(
-            f"{report.candidate} differs from {report.reference}: output {bad.output} at {bad.feed}: {metric}.",
-            f"The first difference is in {where}. Export and surgery must be run again, or this is a bug.",
-        )
-    return report
+    return refer(model, graph, tokens).verify(graph, variant)
 
 
 def compare(model: Any, graph: Path, variant: str = "dense", tokens: NDArray[np.int64] | None = None) -> ParityReport:
     """As :func:`verify`, but a difference is a value in the report, not an exception."""
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    reference = f"PyTorch {type(model).__name__}, {dtype}"
-    candidate = f"{variant} ({graph.name}) on ONNX Runtime, CPU"
+    return refer(model, graph, tokens).compare(graph, variant)
+
+
+def refer(model: Any, graph: Path, tokens: NDArray[np.int64] | None = None) -> Reference:
+    """Runs the PyTorch model over the feeds; ``graph`` says what its outputs are called there."""
+    interface, window = read_interface(graph), _window(model)
+    pairs = pair_kv([t.name for t in interface.inputs], [t.name for t in interface.outputs])
+    by_block = sorted((present for _, present in pairs), key=_depth)
+    states = any((kv := parse_kv_name(past)) and kv.is_state for past, _ in pairs)
     if tokens is None:
         vocab_size = int(model.config.get_text_config().vocab_size)
         tokens = np.random.default_rng(0).integers(0, vocab_size, (2, LONG + 1), dtype=np.int64)
-    computed_in = "float32" if dtype == "bfloat16" else dtype
-    rounds = bool(rounded_inputs(graph))
-    tolerance = ROUNDED if rounds else TOLERANCES[computed_in]
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=graph.parent) as folder:
-        runnable, note = for_cpu(graph, dtype, Path(folder))
-        if computed_in != dtype:
-            model = copy.deepcopy(model).float()
-        outputs = _compare_all(model, runnable, tokens, tolerance)
-    note = f"{note} {_ROUNDED_NOTE}".strip() if rounds else note
-    window = _window(model)
-    if window > FARTHEST:
-        note = f"{note} The window of {window} tokens was not left.".strip()
-    first = next((output for output in outputs if not output.passed), None)
-    return ParityReport(reference, candidate, dtype, computed_in, tolerance, outputs, first, note)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    steps, outputs, cache = tuple(_steps(tokens, window, states)), {}, None
+    half = dtype == "bfloat16"
+    with widened(model) if half else contextlib.nullcontext():
+        for call in steps:
+            logits, cache = _torch_step(model, call.ids, None if call.begins else cache, call.mask)
+            if call.feed:
+                outputs[call.feed] = dict(zip(by_block, _flat(cache), strict=True)) | {"logits": logits}
+    return Reference(type(model).__name__, dtype, "float32" if half else dtype, window, steps, outputs)
 
 
-def _compare_all(model: Any, graph: Path, tokens: NDArray[np.int64], tolerance: Tolerance) -> tuple[OutputParity, ...]:
-    return tuple(
-        _measure(feed, name, expected[name], actual[name], tolerance)
-        for feed, expected, actual in _feeds(model, open_graph(graph), tokens)
-        for name in sorted(expected, key=_depth)
-    )
-
-
-def _feeds(
-    model: Any, candidate: OrtSession, tokens: NDArray[np.int64]
-) -> Iterator[tuple[str, dict[str, NDArray[Any]], dict[str, NDArray[Any]]]]:
-    """Yields feed name, reference outputs and candidate outputs, padding positions taken out."""
-    by_block = sorted((present for _, present in candidate.kv), key=_depth)
+def _steps(tokens: NDArray[np.int64], window: int, states: bool) -> Iterator[_Step]:
     lengths = [(SHORT, PADDING), (LONG, 0)]
-    window, states = _window(model), any((kv := parse_kv_name(past)) and kv.is_state for past, _ in candidate.kv)
     if LONG <= window <= FARTHEST or states:
         lengths.append((max(window, MANY) + LONG if states else window + LONG, 0))
     for length, padding in lengths:
         part = length if states else PART
         mask = np.ones((2, length + 1), np.int64)
         mask[1, :padding] = 0
-        torch_cache, cache = None, candidate.new_cache(2)
         sequences = np.tile(tokens, -(-(length + 1) // tokens.shape[1]))
         parts = [(start, min(start + part, length), "") for start in range(0, length, part)]
         parts[-1] = (*parts[-1][:2], f"prefill {length}")
         for start, stop, feed in (*parts, (length, length + 1, f"decode {length}+1")):
-            ids, attended = sequences[:, start:stop], mask[:, :stop]
-            logits, torch_cache = _torch_step(model, ids, torch_cache, attended)
-            outputs, cache = candidate.outputs(ids, cache, attended)
-            if feed:
-                expected = dict(zip(by_block, _flat(torch_cache), strict=True)) | {"logits": logits}
-                yield feed, *_without_padding(expected, outputs, attended)
+            yield _Step(sequences[:, start:stop], mask[:, :stop], start == 0, feed)
 
 
 def _window(model: Any) -> int:
@@ -216,11 +259,11 @@ def _torch_step(model: Any, ids: NDArray[np.int64], cache: Any, mask: NDArray[np
 
 def _flat(cache: Any) -> list[NDArray[Any]]:
     kept = [own[name] for own in cache_tensors(cache) for name in sorted(own)]
-    return [tensor.float().cpu().numpy() for tensor in kept]
+    return [np.array(tensor.float().cpu()) for tensor in kept]
 
 
 def _without_padding(
-    expected: dict[str, NDArray[Any]], actual: Mapping[str, NDArray[Any]], mask: NDArray[np.int64]
+    expected: Mapping[str, NDArray[Any]], actual: Mapping[str, NDArray[Any]], mask: NDArray[np.int64]
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
     """Both sides as ``(attended tokens, features)``; a sliding-window cache keeps only its last tokens, so do both."""
     left, right = {}, {}

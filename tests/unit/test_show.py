@@ -7,7 +7,7 @@ from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import parse_recipe
 from ghostexport.runfolder import RunFolder
-from ghostexport.show import variant_rows
+from ghostexport.show import ProgressLines, variant_rows
 
 RECIPE = parse_recipe({"model": {"source": "x"}, "recover": {"operators": ["ghost"]}})
 PLAN = PrunePlan.from_spans(6, [(2, 4)])
@@ -45,3 +45,26 @@ def test_figures_of_an_earlier_plan_are_not_shown(tmp_path):
     assert row(folder)["perplexity"] == "34.50"
     write_json(folder.plan_path, PrunePlan.from_spans(6, [(1, 4)]).to_json())
     assert not variant_rows(folder.read(), RECIPE.variants)
+
+
+def test_without_a_terminal_a_long_step_says_every_tenth_where_it_is(monkeypatch):
+    clock, lines = [0.0], []
+    monkeypatch.setattr("ghostexport.show.time.monotonic", lambda: clock[0])
+    update = ProgressLines(lines.append).update
+    for done in range(51):  # two seconds each
+        update("recover · KL 0.3", done, 50)
+        clock[0] += 2
+    assert len(lines) == 10
+    assert lines[0] == "recover · KL 0.3: 5 of 50 (10 %), about 1:30 left"
+    assert lines[8] == "recover · KL 0.3: 45 of 50 (90 %), about 0:10 left" and lines[9].endswith("(100 %), done")
+    for done in range(51):  # a short one
+        update("surgery", done, 50)
+        clock[0] += 0.05
+    update("load the model", 0, None)
+    clock[0] += 100
+    update("load the model", 1, 1)
+    assert len(lines) == 10
+    for done in range(3):  # the same step again, for another variant
+        update("recover", done, 2)
+        clock[0] += 30
+    assert lines[10:] == ["recover: 1 of 2 (50 %), about 0:30 left", "recover: 2 of 2 (100 %), done"]

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from ghostexport.errors import ParityError
+from ghostexport.models import find_blocks
+from ghostexport.models.widening import widened
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.tolerances import TOLERANCES
-from ghostexport.verification import FARTHEST, LONG, SHORT, compare, remove_leftovers, verify
+from ghostexport.verification import FARTHEST, LONG, SHORT, compare, refer, remove_leftovers, verify
 from tests.tiny import tiny
 
 # float32 round-off of both sides; a tenth of the tolerance
@@ -167,3 +169,41 @@ def test_what_a_killed_comparison_left_is_removed_and_nothing_else(exported, tmp
     assert any((tmp_path / left).iterdir())
     remove_leftovers(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "qwen3-moe", "gpt2"])
+def test_widening_a_block_at_a_time_is_widening_the_model(name):
+    model = tiny(name).bfloat16()
+    stored = {key: (tensor.data_ptr(), tensor.clone()) for key, tensor in model.state_dict().items()}
+    ids = torch.arange(2 * 20).reshape(2, 20) % 128
+    whole = copy.deepcopy(model).float()
+    seen = []
+    block = find_blocks(model)[2]
+    block.register_forward_pre_hook(
+        lambda *_: seen.append([next(b.parameters()).dtype for b in find_blocks(model)].count(torch.float32))
+    )
+    with torch.no_grad(), widened(model):
+        assert torch.equal(model(ids).logits, whole(ids).logits)
+    assert seen == [1]  # the block that runs, and no other
+    assert all(t.dtype == stored[key][1].dtype for key, t in model.state_dict().items())
+    for key, tensor in model.state_dict().items():
+        assert tensor.data_ptr() == stored[key][0] and torch.equal(tensor, stored[key][1])
+
+
+def test_a_failing_pass_leaves_the_model_as_it_was():
+    model = tiny("llama").bfloat16()
+    with pytest.raises(IndexError), widened(model):
+        model(torch.full((1, 3), 10**6))
+    handle = find_blocks(model)[3].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), widened(model):
+        model(torch.arange(3)[None])
+    handle.remove()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_reference_outlives_its_model(llama):
+    reference = refer(llama.model, llama.path)
+    report = reference.verify(llama.path, "ghost")
+    assert report.passed and report.to_json() == verify(llama.model, llama.path, "ghost").to_json()
+    other = damaged(llama.model, lambda m: m.layers[3].mlp.down_proj.weight.mul_(1.05))
+    assert refer(other, llama.path).compare(llama.path).first_divergence.output == "cache.layers.4.keys"

@@ -145,12 +145,13 @@ def choose_providers(ort: Any, settings: BuildSection, execution: Execution) -> 
     return ("cpu",) if execution.device == "cpu" else installed
 
 
-def open_graph(graph: Path, exact: bool = True) -> OrtSession:
+def open_graph(graph: Path, exact: bool = True, lean: bool = False) -> OrtSession:
     """A session on a graph as it is, on the CPU provider: for comparing numbers, not speed.
 
     Args:
         graph: an ONNX decoder.
         exact: multiply by quantised weights in float32; an engine's kernels round the inputs to eight bits before.
+        lean: hold no weight a second time, rearranged for speed or widened: for a few calls.
 
     Raises:
         BuildError: the graph is not a decoder with KV inputs and outputs that pair up.
@@ -161,6 +162,9 @@ def open_graph(graph: Path, exact: bool = True) -> OrtSession:
     options.log_severity_level = 3
     if exact:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    if lean:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(_LARGEST_FOLD))
     try:
         session = ort.InferenceSession(str(graph), options, providers=[PROVIDERS["cpu"]])
     except Exception as error:
