@@ -134,6 +134,7 @@ class Search:
         self.path = self._path()
         self._restore()
         self.predictions = Predictions(loaded, calibration)
+        self.probes = range(min(PROBES, len(self.predictions.batches)))
         self._fill(stream)
 
     def seconds(self) -> float:
@@ -163,7 +164,7 @@ class Search:
         """Tries every block alone, and scores the plans to start from."""
         for block in self.eligible:
             if block not in self.alone:
-                self.alone[block] = max(0.0, self._divergence((block,), range(PROBES)))
+                self.alone[block] = max(0.0, self._divergence((block,), self.probes))
         self.starts["alone"] = tuple(sorted(sorted(self.eligible, key=lambda b: (self.alone[b], b))[: self.count]))
         trials = sum(len(self.eligible) - r for r in range(self.count)) * SLEB_SEQUENCES
         if "sleb" not in self.starts and trials * self.pass_seconds < SLEB_SHARE * 60 * self.section.search_minutes:
@@ -222,8 +223,7 @@ class Search:
         """
         if blocks in self.losses or (blocks in self.probed and not whole):
             return
-        probes = range(min(PROBES, len(self.predictions.batches)))
-        others = range(len(probes), len(self.predictions.batches))
+        probes, others = self.probes, range(len(self.probes), len(self.predictions.batches))
         probed = self._divergence(blocks, probes)
         best = self.probed[self.ranked()[0][0]] if self.losses else math.inf
         if whole or probed <= best * CLEARLY_WORSE:
