@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -155,7 +154,7 @@ def amount(text: str | None) -> float | None:
 
 
 def candidates(folder: RunFolder, budget: Budget, dense: Mapping[str, Any] | None = None) -> list[Candidate]:
-    """The variants of one evaluated run, without ``pruned``.
+    """The variants of one evaluated run, without ``pruned`` and what has no finite perplexity.
 
     Args:
         dense: figures in ``model_quality.json`` of the model that all are compared with; None for the run's own.
@@ -163,7 +162,7 @@ def candidates(folder: RunFolder, budget: Budget, dense: Mapping[str, Any] | Non
     run = folder.read()
     figures = run.model_quality["variants"]
     found = []
-    for variant in (name for name in figures if name != "pruned"):
+    for variant in (v for v, own in figures.items() if v != "pruned" and own["perplexity"] is not None):
         facts = read_facts(folder.graph_path(variant))
         cache = budget.context * facts.kv_bytes_per_token
         streamed = facts.weight_bytes - facts.gathered_bytes + cache
@@ -198,7 +197,7 @@ def choose(budget: Budget, found: Sequence[Candidate]) -> Fit:
     unique = list({(c.model, c.removed, c.variant): c for c in reversed(found)}.values())
     ordered = sorted(unique, key=lambda c: (c.model != found[0].model, c.removed, found.index(c)))
     frontier = [c for c in ordered if not any(o.no_worse_than(c) and not c.no_worse_than(o) for o in ordered)]
-    fitting = [c for c in ordered if not budget.misses(c) and math.isfinite(c.perplexity)]
+    fitting = [c for c in ordered if not budget.misses(c)]
     fast, good = operator.attrgetter("tokens_per_second", "keeps"), operator.attrgetter("keeps", "tokens_per_second")
     chosen = max(fitting, key=good if budget.keep is None else fast, default=None)
     return Fit(budget, tuple(ordered), tuple(frontier), chosen)
