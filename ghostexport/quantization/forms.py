@@ -36,6 +36,7 @@ class Form:
             as the dense float graph on a CPU, with scales per channel 2.1).
         opset: smallest opset whose ``DequantizeLinear`` takes it.
         double: the scales are quantised too (E4M3 times one float per tensor).
+        mantissa: of a float: bits of its mantissa, and its smallest normal exponent; None for an integer.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Form:
     blocks: tuple[int | None, ...]
     opset: int
     double: bool = False
+    mantissa: tuple[int, int] | None = None
 
     @property
     def numpy(self) -> np.dtype[Any]:
@@ -62,23 +64,31 @@ class Form:
                 return block
         raise ValueError(f"no block of {self.name} ({', '.join(map(str, self.blocks))}) divides {sizes}")
 
+    def nearest(self, weight: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Nearest grid value of ``weight / scale`` (ties to even), clipped, as float32; shapes broadcast."""
+        ratio = weight / np.where(scale == 0, np.float32(np.inf), scale)
+        np.clip(ratio, self.low, self.grid, out=ratio)
+        if self.mantissa is None:
+            return np.rint(ratio, out=ratio)
+        bits, smallest = self.mantissa
+        tiny = np.float32(2.0 ** (bits - smallest))  # below 2^smallest the grid is even
+        even = np.rint(ratio * tiny) / tiny
+        drop = np.uint32(23 - bits)
+        raw = ratio.view(np.uint32)
+        raw += ((raw >> drop) & np.uint32(1)) + np.uint32((1 << (22 - bits)) - 1)
+        raw &= ~np.uint32((1 << (23 - bits)) - 1)
+        return np.where(np.abs(even) <= np.float32(2.0**smallest), even, ratio)
+
     def encode(self, weight: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[Any]:
-        """Nearest grid value of ``weight / scale`` (ties to even), clipped to the grid; shapes broadcast."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(scale == 0, np.float32(0), weight / scale)
-        ratio = np.clip(ratio, self.low, self.grid)
-        if self.dtype in _INTEGERS:
-            ratio = np.rint(ratio)
-        return ratio.astype(self.numpy)
+        """:meth:`nearest` in the form's own type."""
+        return self.nearest(weight, scale).astype(self.numpy)
 
-
-_INTEGERS = (ir.DataType.INT4, ir.DataType.INT8)
 
 FORMS: Mapping[str, Form] = {
     "int8": Form("int8", ir.DataType.INT8, 127, -127, (128, 64, 32, 16, None), 21),
     "int4": Form("int4", ir.DataType.INT4, 7, -8, (128, 64, 32, 16), 21),
-    "fp8": Form("fp8", ir.DataType.FLOAT8E4M3FN, E4M3_MAX, -E4M3_MAX, (None,), 21),
-    "nvfp4": Form("nvfp4", ir.DataType.FLOAT4E2M1, 6, -6, (16,), 23, double=True),
+    "fp8": Form("fp8", ir.DataType.FLOAT8E4M3FN, E4M3_MAX, -E4M3_MAX, (None,), 21, mantissa=(3, -6)),
+    "nvfp4": Form("nvfp4", ir.DataType.FLOAT4E2M1, 6, -6, (16,), 23, double=True, mantissa=(1, 0)),
 }
 
 #: dtypes a scale can have, by the dtype of the stream that the weight meets.

@@ -7,6 +7,8 @@ of the largest magnitude; then ``q`` and the least-squares ``s = sum d W q / sum
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -18,8 +20,9 @@ from ghostexport.quantization.forms import E4M3_MAX, Form
 #: Fractions of the largest magnitude that are tried; an outlier is clipped where that helps the others.
 FRACTIONS = np.linspace(1.1, 0.55, 23, dtype=np.float32)
 REFINEMENTS = 2
-#: Weights searched at once: bounds the temporaries to some 200 MB whatever the tensor.
-_AT_ONCE = 1 << 22
+#: Weights that a thread searches at once, and threads: they bound the temporaries to some 200 MB whatever the tensor.
+_AT_ONCE = 1 << 20
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 def quantize(
@@ -53,15 +56,18 @@ def quantize(
     q = np.empty((inputs, outputs), form.numpy)
     scale = np.empty((inputs // size, outputs), _scale_storage(form, scale_dtype))
     d = np.ones(inputs, np.float32) if importance is None else _normalised(importance)
-    step = max(1, _AT_ONCE // inputs)
-    for start in range(0, outputs, step):
-        part = slice(start, min(start + step, outputs))
+
+    def round_part(part: slice) -> None:
         W = weight[:, part].astype(np.float32).reshape(inputs // size, size, -1)
         D = d.reshape(inputs // size, size, 1)
         s = _searched(W, D, form, unit, scale.dtype) if search else _absmax(W, form, unit, scale.dtype)
         scale[:, part] = (s / unit).astype(scale.dtype)[:, 0]
         exact = scale[:, None, part].astype(np.float32) * unit  # as the runtime will read it
         q[:, part] = form.encode(W, exact).reshape(inputs, -1)
+
+    step = max(1, _AT_ONCE // inputs)
+    with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets go of the interpreter; parts are independent
+        list(pool.map(round_part, [slice(start, min(start + step, outputs)) for start in range(0, outputs, step)]))
     return q, scale[0] if block is None else scale, np.asarray(unit, np.float32)
 
 
@@ -112,7 +118,7 @@ def _searched(
     for fraction in FRACTIONS:
         best, least = _better(W, d, form, _stored(largest * fraction, unit, dtype), best, least)
     for _ in range(REFINEMENTS):
-        q = form.encode(W, best).astype(np.float32)
+        q = form.nearest(W, best)
         top = (d * W * q).sum(axis=1, keepdims=True)
         bottom = (d * q * q).sum(axis=1, keepdims=True)
         solved = np.where(bottom > 0, np.maximum(top, 0) / np.where(bottom > 0, bottom, 1), best)
@@ -134,5 +140,8 @@ def _better(
 
 
 def _error(W: NDArray[np.float32], d: NDArray[np.float32], form: Form, s: NDArray[np.float32]) -> NDArray[np.float32]:
-    miss = W - form.encode(W, s).astype(np.float32) * s
-    return np.asarray((d * miss * miss).sum(axis=1, keepdims=True), np.float32)
+    miss = form.nearest(W, s)
+    miss *= s
+    np.subtract(W, miss, out=miss)
+    np.square(miss, out=miss)
+    return np.asarray(np.einsum("gbn,gbi->gin", miss, d, optimize=False))

@@ -94,3 +94,15 @@ def test_a_block_must_divide_every_weight():
     assert FORMS["int8"].block_for([100]) is None
     with pytest.raises(ValueError, match=r"no block of int4 .* divides \[100\]"):
         FORMS["int4"].block_for([100])
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_floats_are_rounded_as_the_type_rounds_them_ties_and_small_ones_too(name):
+    form = FORMS[name]
+    values, rng = grid(form), np.random.default_rng(0)
+    middles = (values[1:] + values[:-1]) / 2
+    above = np.nextafter(middles, np.float32(np.inf))
+    many = np.exp(rng.uniform(-15, 7, 50_000)) * rng.choice([-1, 1], 50_000)
+    x = np.concatenate([values, middles, above, many]).astype(np.float32)
+    expected = np.clip(x, form.low, form.grid).astype(form.numpy).astype(np.float32)
+    assert np.array_equal(form.nearest(x, np.ones(1, np.float32)), expected)
