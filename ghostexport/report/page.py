@@ -141,7 +141,9 @@ def _summary(run: RunFiles) -> Section:
 
 def _pareto(run: RunFiles) -> Section:
     section = Section(
-        "pareto", "Quality and speed", "Right and down is better. Bars are 95 % intervals of the speed-up."
+        "pareto",
+        "Quality, speed and size",
+        "Over speed right and down is better, with 95 % intervals of the speed-up; over bytes, left and down.",
     )
     perplexity = {v: q["perplexity"] for v, q in run.engine_quality.get("variants", {}).items() if q.get("perplexity")}
     for name, bench in run.benches.items():
@@ -153,6 +155,10 @@ def _pareto(run: RunFiles) -> Section:
                 points[c["variant"]] = (s["value"], s["low"], s["high"], perplexity[c["variant"]])
         if top and len(points) > 1:
             section.plots.append(plots.pareto(points, "held-out perplexity", f"speed-up over dense, {top[0]} ({name})"))
+        sizes = {v: car["weight_bytes"] / 1e6 for v, car in run.sidecars.get(name, {}).items() if v in perplexity}
+        if len(set(sizes.values())) > 1:
+            bytes_ = {v: (mb, mb, mb, perplexity[v]) for v, mb in sizes.items()}
+            section.plots.append(plots.pareto(bytes_, "held-out perplexity", f"weights, MB ({name})"))
     if not section.plots:
         section.missing = f"Needs quality and speed of the engines: ghostexport bench {run.path}"
     return section

@@ -280,12 +280,10 @@ def quantization_section(run: RunFiles) -> Section:
         kept = [row["weight"] for row in report["linears"] if not row["form"]]
         errors = [row["relative_error"] for row in linears]
         blocks = ", ".join(dict.fromkeys(str(row["block"] or "channel") for row in linears))
-        cells = [
-            report["form"],
-            blocks,
-            report["settings"]["scales"] + " (weighted)" * report["weighted"],
-            str(len(linears)),
-        ]
+        inputs = sum(row["activations"] for row in linears)
+        form = report["form"] + (f", inputs of {inputs} too" if inputs else "")
+        scales = report["settings"]["scales"] + " (weighted)" * report["weighted"]
+        cells = [form, blocks, scales, str(len(linears))]
         cells += [f"{statistics.mean(errors):.3f}", f"{max(errors):.3f}"]
         rows.append((variant, [*cells, ", ".join(kept) or "none", f"{report['weight_bytes_after'] / 1e6:.1f}"]))
     columns = ["form", "block", "scales", "matrices", "mean error", "largest", "kept in float", "MB"]
