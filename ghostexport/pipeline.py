@@ -315,7 +315,8 @@ def preflight(recipe: Recipe, execution: Execution, goal: str, loaded: LoadedMod
     loaded = loaded or loaded_of(recipe, execution)
     require_operators(loaded, recipe.recover, recipe.select.spans, recipe.calibration.sequences)
     if "export" in names:
-        exporters.require_exportable(loaded.model, recipe.export.exporter)
+        asked = recipe.build.runtimes if "build" in names else ()
+        exporters.require_exportable(loaded.model, recipe.export.exporter, asked)
 
 
 def _is_current(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execution) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +81,15 @@ def check(model: Any, exporter: str = "auto") -> str | None:
     return export_fault(model)
 
 
-def require_exportable(model: Any, exporter: str = "auto") -> None:
-    """Raises ExportError, saying what works instead, where :func:`check` gives a reason."""
+def require_exportable(model: Any, exporter: str = "auto", runtimes: Sequence[str] = ()) -> None:
+    """Raises ExportError, saying what works instead, where :func:`check` gives a reason or a runtime would refuse."""
+    from ghostexport.models.exportable import splits_by_data
+
+    if any(name.startswith("tensorrt") for name in runtimes) and splits_by_data(model):
+        raise ExportError(
+            f"{type(model).__name__} splits its tokens among experts by sizes that they give, which TensorRT cannot.",
+            "Use --runtime onnxruntime.",
+        )
     if reason := check(model, exporter):
         raise ExportError(
             f"{type(model).__name__} cannot be exported: {reason}.",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostexport.models.blocks import find_blocks, input_device, probe_tokens
@@ -30,18 +31,19 @@ def export_fault(model: Any) -> str | None:
     """
     if shared := getattr(model.config.get_text_config(), "num_kv_shared_layers", None):
         return f"the last {shared} blocks of {type(model).__name__} read keys and values of others, across any cut"
-    return _second_value_fault(model) or cache_fault(model) or _routing_fault(model)
+    return cache_fault(model) or _second_value_fault(model) or _routing_fault(model)
 
 
 def _second_value_fault(model: Any) -> str | None:
-    """A block that hands the next more than the stream: no cut of the graph would separate them."""
+    """A block that reads more than the stream: what another block made, or what was made of the tokens before."""
     blocks = find_blocks(model)
     handed: dict[int, torch.Tensor] = {}
     found: list[torch.Tensor] = []
 
     def enters(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")]
-        found.extend(handed[id(value)] for value in given if id(value) in handed)
+        tensors = [value for value in given if isinstance(value, torch.Tensor) and len(value) == 2]
+        found.extend(value for value in tensors if id(value) in handed or not torch.equal(value[0], value[1]))
 
     def leaves(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, tuple):  # the values are kept: an id says nothing of one that is gone
@@ -50,14 +52,14 @@ def _second_value_fault(model: Any) -> str | None:
     hooks = [block.register_forward_pre_hook(enters, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(leaves) for block in blocks]
     try:
-        _read(model)
+        _read(model)  # two rows of tokens that differ
     finally:
         for hook in hooks:
             hook.remove()
     if not found:
         return None
     name, shape = type(model).__name__, list(found[0].shape)
-    return f"blocks of {name} hand the next a second value, {shape}, beside the stream: no single value separates them"
+    return f"blocks of {name} read a second value, {shape}, beside the stream: no single value separates them"
 
 
 def _routing_fault(model: Any) -> str | None:
@@ -67,6 +69,21 @@ def _routing_fault(model: Any) -> str | None:
     with _Count(_DATA_DEPENDENT) as seen:
         _read(model)
     return f"{type(model).__name__} loops over the experts that its tokens hit: a graph cannot" if seen.count else None
+
+
+def splits_by_data(model: Any) -> bool:
+    """Whether tokens are split among experts by sizes that the tokens give: TensorRT has no such operation."""
+
+    class Reading(TorchFunctionMode):
+        found = False
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.found |= func is torch.Tensor.tolist and not args[0].is_floating_point()
+            return func(*args, **(kwargs or {}))
+
+    with Reading() as seen:
+        _read(model)
+    return bool(seen.found)
 
 
 @torch.no_grad()

@@ -217,7 +217,8 @@ def test_simplify_keeps_what_the_graph_computes():
         ("qwen3_next", "Qwen3NextForCausalLM loops over tokens outside its operations"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps no keys and values per block in a cache"),
         ("nemotron_h", "block 3 of NemotronHForCausalLM keeps nothing that a graph can carry"),
-        ("zaya", "blocks of ZayaForCausalLM hand the next a second value, [2, 4, 32], beside the stream"),
+        ("zaya", "blocks of ZayaForCausalLM read a second value, [2, 4, 32], beside the stream"),
+        ("gemma4-per-layer-inputs", "blocks of Gemma4ForCausalLM read a second value, [2, 4, 8], beside the stream"),
         ("dbrx", "DbrxForCausalLM loops over the experts that its tokens hit"),
         ("deepseek_v32", "block 0 of DeepseekV32ForCausalLM keeps indexer_keys, which no graph here carries"),
     ],
@@ -237,6 +238,14 @@ def test_nothing_speaks_against_a_decoder_with_plain_caches(name):
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "bamba", "falcon_h1"])
 def test_nothing_speaks_against_states_that_continue(name):
     assert exporters.check(tiny_decoders.build(name)) is None
+
+
+def test_experts_that_tensorrt_cannot_split_are_refused_for_it_alone():
+    model = tiny_decoders.build("jetmoe")
+    exporters.require_exportable(model, runtimes=["onnxruntime"])
+    with pytest.raises(ExportError, match="--runtime onnxruntime"):
+        exporters.require_exportable(model, runtimes=["onnxruntime", "tensorrt-rtx"])
+    exporters.require_exportable(tiny_decoders.build("mixtral"), runtimes=["tensorrt-rtx"])
 
 
 def test_bfloat16_arithmetic_in_float32_is_the_same_bits():
