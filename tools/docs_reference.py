@@ -1,4 +1,4 @@
-"""Pages of the site that are made, not written: commands, recipe, files, architectures, errors; and a schema.
+"""Pages of the site that are made, not written: commands, recipe, architectures, errors, results; and a schema.
 
 A hook of mkdocs (``mkdocs.yml``). ``python tools/docs_reference.py`` writes ``recipes/recipe.schema.json``.
 """
@@ -23,6 +23,7 @@ from ghostexport.selection.criteria import CRITERIA
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = ROOT / "recipes" / "recipe.schema.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -100,17 +101,9 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def files_page() -> str:
-    """The README's section about files, which is their home."""
-    section = (
-        (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Files\n")[2].partition("\nThe code, in")[0]
-    )
-    return f"# Files of a run\n{section}\n"
-
-
-def architectures_page() -> str:
-    """The committed table of architectures."""
-    return (ROOT / "benchmarks" / "results" / "architectures.md").read_text(encoding="utf-8").lstrip()
+def results_page(name: str) -> Callable[[], str]:
+    """A committed table of results."""
+    return lambda: (RESULTS / name).read_text(encoding="utf-8")
 
 
 #: The made pages of the site.
@@ -118,8 +111,9 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/cli.md": cli_page,
     "reference/recipe.md": recipe_page,
     "reference/errors.md": errors_page,
-    "reference/files.md": files_page,
-    "reference/architectures.md": architectures_page,
+    "reference/architectures.md": results_page("architectures.md"),
+    "results/healing.md": results_page("healing.md"),
+    "results/quality.md": results_page("quality.md"),
 }
 
 
@@ -141,12 +135,20 @@ def schema() -> dict[str, Any]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """mkdocs: adds the made pages."""
+    """mkdocs: adds the made pages, and the pictures and reports of ``benchmarks/results``."""
     from mkdocs.structure.files import File
 
     for uri, page in PAGES.items():
         files.append(File.generated(config, uri, content=page()))
+    for path in sorted([*RESULTS.rglob("*.png"), *RESULTS.rglob("*.html")]):
+        uri = f"results/{path.relative_to(RESULTS).as_posix()}"
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """mkdocs: links to committed results lead to their copies on the site."""
+    return markdown.replace("../benchmarks/results/", "results/")
 
 
 def _values(entry: Mapping[str, Any]) -> str:

@@ -16,12 +16,11 @@ from typer.main import get_command
 import ghostexport as gx
 from ghostexport.cli import app
 from ghostexport.recipe import Recipe, parse_recipe
+from tests.documented import ROOT, blocks, reading
 
-ROOT = Path(__file__).parents[2]
 COMMAND = get_command(app)
-PAGES = sorted(
-    [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]
-)
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(p for p in reading() if not p.is_relative_to(ROOT / "docs"))])
+PAGES.append(ROOT / "CONTRIBUTING.md")
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +31,8 @@ def reference():
     return module
 
 
-def blocks(page, *languages):
-    text = page.read_text(encoding="utf-8")
-    return [body for name, body in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if name in languages]
-
-
 def command_lines(page):
-    fences = blocks(page, "", "console", "powershell")
-    lines = "\n".join(fences).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith("ghostexport ")]
+    return [line for block in blocks(page) for line in block.lines if line.startswith("ghostexport ")]
 
 
 def parse(words):
@@ -62,6 +54,23 @@ def test_every_command_line_parses(page):
             pytest.fail(f"{line}: {error}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_not_run_says_why(page):
+    """Console and Python blocks are run by ``tests/integration/test_documented_commands.py``."""
+    for block in blocks(page):
+        if any(line.startswith("ghostexport ") for line in block.lines):
+            assert block.language == "console" or block.not_run, block.text
+    assert page in reading() or page.name == "CONTRIBUTING.md", "not in the site's navigation: nothing of it is run"
+
+
+def test_reading_order_names_what_there_is():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Reading order")[2].partition("\n## ")[0]
+    named = {word.rstrip("/") for word in re.findall(r"^(?:ghostexport|graphs|benchmarks)\S*", text, re.MULTILINE)}
+    assert len(named) > 20 and all((ROOT / name).exists() for name in named)
+    rooms = {f"ghostexport/{path.parent.name}" for path in (ROOT / "ghostexport").glob("*/__init__.py")}
+    assert rooms <= {"/".join(name.split("/")[:2]) for name in named}
+
+
 def test_a_wrong_option_is_noticed():
     with pytest.raises(Exception, match="--pruned"):
         parse(["build", "engine", "m", "--pruned", "7"])
@@ -79,10 +88,10 @@ def test_links_lead_to_files(page, reference):
 
 
 def test_python_of_the_docs_calls_what_there_is():
-    """Names and keyword arguments; the same calls run in the notebook's test."""
+    """Names; the blocks themselves run in ``tests/integration/test_documented_commands.py``."""
     for page in PAGES:
-        for block in blocks(page, "python"):
-            for node in ast.walk(ast.parse(block)):
+        for block in (block for block in blocks(page) if block.language == "python"):
+            for node in ast.walk(ast.parse(block.text)):
                 if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "gx":
                     assert hasattr(gx, node.attr), f"{page.name}: gx.{node.attr}"
 
@@ -107,7 +116,7 @@ def test_made_pages_have_every_flag_and_error(reference):
             opt in section for p in command.params for opt in p.opts if opt.startswith("--") and p.name != "help"
         )
     assert "| `ParityError` |" in reference.errors_page() and "| 130 |" in reference.errors_page()
-    assert "manifest.json" in reference.files_page() and "The code, in" not in reference.files_page()
+    assert "manifest.json" in (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -1,0 +1,83 @@
+"""Every command and Python block of README and site runs, top to bottom in one fresh folder, with a tiny model."""
+
+import io
+import json
+import re
+import shlex
+
+import pytest
+
+from tests.documented import ROOT, blocks, reading
+from tests.integration.conftest import TEMPLATE, write_text
+from tests.tiny import tiny_folder
+
+#: What makes a command small: the model, how many of its 6 blocks go, and how much is calibrated and measured.
+SMALLER = {
+    **{"smollm2": "tiny", "MODEL": "tiny", "FOLDER": "tiny"},
+    **{"7": "2", "6": "2", "5": "2", "8": "1"},
+    **{"512": "64", "1024": "64", "2048": "64", "128": "16", "200": "4", "10:17": "1:3", "3:4": "2:3"},
+    **{"c4:96": "text.txt:8", "chat.jsonl:32": "chat.jsonl:8", "DEPTHS/prune-6": "DEPTHS/prune-2"},
+}
+SMALLER_PYTHON = {'"smollm2"': '"tiny"', "prune=7": "prune=2", "length=512": "length=64"}
+#: ``make demo`` is the commands below it; packages are installed by the test of the packaging.
+ELSEWHERE = ("make", "pip")
+
+
+def prepare(folder):
+    """What the pages suppose: a model that converses, text, an exported graph of somebody else."""
+    (tiny_folder(folder / "tiny") / "chat_template.jinja").write_text(TEMPLATE)
+    write_text(folder / "text.txt")
+    for name in ("my.jsonl", "chat.jsonl"):
+        said = (line for line in (folder / "text.txt").read_text().splitlines() if line)
+        rows = ({"messages": [{"role": "user", "content": text}]} for text in said)
+        (folder / name).write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    lines = [line for block in blocks(ROOT / "README.md") if block.language == "console" for line in block.lines]
+    named = {line.split()[1] for line in lines if line.startswith("make ")}
+    assert named and named <= targets
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").count("make test") == 1
+
+
+@pytest.mark.slow
+def test_every_command_runs(tmp_path, monkeypatch, cli):
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    count = 0
+    for page in reading():
+        for block in blocks(page):
+            if block.language != "console" or block.not_run:
+                continue
+            for line in block.lines:
+                first, *words = shlex.split(line, comments=True)
+                if first in ELSEWHERE:
+                    continue
+                assert first == "ghostexport", f"{page.name}: {line}"
+                monkeypatch.setattr("sys.stdin", io.StringIO("Is it a garden?\n\n"))
+                import time; began=time.time(); cb=time.process_time()
+                code, out, err = cli(*(SMALLER.get(word, word) for word in words))
+                print(f"TIME {time.time()-began:.1f} {time.process_time()-cb:.1f} {line}", file=open("/tmp/docs_times","a"))
+                assert code == 0, f"{page.name}: {line}\n{out}\n{err}"
+                count += 1
+    assert count > 40
+
+
+@pytest.mark.slow
+def test_every_python_block_runs(tmp_path, monkeypatch):
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    count = 0
+    for page in reading():
+        names = {}  # the blocks of a page go on with each other's names
+        for block in blocks(page):
+            if block.language == "python" and not block.not_run:
+                text = block.text
+                for large, small in SMALLER_PYTHON.items():
+                    text = text.replace(large, small)
+                exec(compile(text, f"{page.name}", "exec"), names)
+                count += 1
+    assert count > 2
+    assert (tmp_path / "out" / "hf" / "ghostexport.safetensors").exists()
