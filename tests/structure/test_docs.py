@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -23,12 +22,17 @@ PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(p for p in reading() if not p.
 PAGES.append(ROOT / "CONTRIBUTING.md")
 
 
-@pytest.fixture(scope="module")
-def reference():
-    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "tools" / "docs_reference.py")
+def tool(name, monkeypatch):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    return tool("docs_reference", monkeypatch)
 
 
 def command_lines(page):
@@ -117,6 +121,16 @@ def test_made_pages_have_every_flag_and_error(reference):
         )
     assert "| `ParityError` |" in reference.errors_page() and "| 130 |" in reference.errors_page()
     assert "manifest.json" in (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_surgery_is_that_of_the_graphs(monkeypatch):
+    found = tool("surgery_picture", monkeypatch)
+    assert found.PICTURE.read_text(encoding="utf-8") == found.picture(), "python tools/surgery_picture.py"
+    dense, ghost = (found.steps((found.GRAPHS / f"{name}.txt").read_text("utf-8")) for name in ("dense", "ghost"))
+    assert [step.block for step in dense if step.block is not None] == [0, 1, 2, 3, 4, 5]
+    new = [step.value for step in ghost if step.block is None][1:-1]
+    assert new == ["ghost.0.matmul", "ghost.0.add", "ghost.1.matmul", "ghost.1.add"]
+    assert [step.block for step in ghost if step.block is not None] == [0, 2, 5]
 
 
 @pytest.mark.slow
