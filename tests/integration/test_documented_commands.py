@@ -13,10 +13,10 @@ from tests.tiny import tiny_folder
 
 #: What makes a command small: the model, how many of its 6 blocks go, and how much is calibrated and measured.
 SMALLER = {
-    **{"smollm2": "tiny", "MODEL": "tiny", "FOLDER": "tiny"},
+    **{"smollm2": "tiny", "MODEL": "tiny", "model.onnx": "demo/onnx/dense.onnx"},
     **{"7": "2", "6": "2", "5": "2", "8": "1"},
     **{"512": "64", "1024": "64", "2048": "64", "128": "16", "200": "4", "10:17": "1:3", "3:4": "2:3"},
-    **{"c4:96": "text.txt:8", "chat.jsonl:32": "chat.jsonl:8", "DEPTHS/prune-6": "DEPTHS/prune-2"},
+    **{"c4:96": "text.txt:8", "chat.jsonl:32": "chat.jsonl:8"},
 }
 SMALLER_PYTHON = {'"smollm2"': '"tiny"', "prune=7": "prune=2", "length=512": "length=64"}
 #: What no flag of a line says: a recipe for every run that is begun without one.
