@@ -287,6 +287,13 @@ def main() -> None:
             f"error: {error}", err=True, fg="red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
         )
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        typer.echo(
+            f"error: this needs {error.name}, which a device has not.\npip install 'ghostexport[host]'", err=True
+        )
+        sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED:
             typer.echo("interrupted; finished stages are kept, run the same command to continue", err=True)

@@ -21,6 +21,9 @@ from ghostexport.errors import RunFolderError
 #: Files from here on are hashed once: the hash is kept, with what changes when the file does.
 LARGE = 32 << 20
 
+#: Bytes read at once for a hash.
+_CHUNK = 1 << 22
+
 
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, hexadecimal; of a large file that was hashed before, and not touched, without a read.
@@ -53,7 +56,10 @@ def sha256_files(paths: Iterable[Path]) -> dict[Path, str]:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+        return digest.hexdigest()
 
 
 def _identity(stat: os.stat_result) -> str:

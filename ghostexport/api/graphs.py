@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Unpack
 
 from ghostexport.api.options import (
     BenchOptions,

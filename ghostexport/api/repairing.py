@@ -6,7 +6,9 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, overload
+from typing import TYPE_CHECKING, overload
+
+from typing_extensions import Unpack
 
 from ghostexport.api.options import (
     CalibrateOptions,

@@ -11,7 +11,7 @@ import psutil
 
 from ghostexport.benchmarking.energy import EnergyMeter, find_meter
 from ghostexport.benchmarking.ideal import Ceilings, VariantFacts, ideal_speedup, measure_ceilings
-from ghostexport.benchmarking.machine import MachineWatch, card, device_bytes
+from ghostexport.benchmarking.machine import MachineWatch, card, device_memory
 from ghostexport.benchmarking.measuring import Cell, Footprint, Loaders, SessionPool, footprint, measure
 from ghostexport.benchmarking.result import BenchReport, compare_cells
 from ghostexport.benchmarking.workloads import METRICS, Clock, Workload, grid, why_not
@@ -205,8 +205,5 @@ def _versions() -> dict[str, str]:
 
 
 def _free_memory() -> int:
-    if device_bytes() is not None:
-        import torch
-
-        return int(torch.cuda.mem_get_info()[0])
-    return int(psutil.virtual_memory().available)
+    found = device_memory()
+    return int(psutil.virtual_memory().available) if found is None else found[0]

@@ -8,7 +8,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
+
+from typing_extensions import Self
 
 SYSFS = Path("/sys")
 #: Seconds between two readings of a power rail; Jetson's sensor averages over about as long.

@@ -270,13 +270,22 @@ def release_free_memory() -> None:
 
 def device_bytes() -> int | None:
     """Memory in use on the CUDA device, by everybody; None without one."""
+    found = device_memory()
+    return None if found is None else found[1] - found[0]
+
+
+def device_memory() -> tuple[int, int] | None:
+    """Free and total memory of the CUDA device; None without one, or while no session has opened it."""
     import sys
 
-    torch = sys.modules.get("torch")  # a GPU session has imported it; a CPU bench need not
-    if torch is None or not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
+    torch, bindings = sys.modules.get("torch"), sys.modules.get("cuda.bindings.runtime")
+    if torch is not None and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return int(free), int(total)
+    if bindings is not None:
+        status, free, total = bindings.cudaMemGetInfo()
+        return None if int(status) else (int(free), int(total))
+    return None
 
 
 def _status(key: str) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ghostexport.deploy import genai, plain_checkpoint, remote_code
+from ghostexport.deploy import genai, llama_cpp, openvino, plain_checkpoint, remote_code
 from ghostexport.deploy.bundle import BASE_CARD, Bundle, write_card, write_sums
 from ghostexport.deploy.selftest import Outcome, Runner, check, read_selftest, write_selftest
 from ghostexport.errors import RecipeError, RunFolderError, RuntimeUnavailableError
@@ -76,6 +76,23 @@ TARGETS: dict[str, Target] = {
         "onnxruntime_genai",
         "pip install onnxruntime-genai",
         genai.run,
+    ),
+    "openvino": Target(
+        openvino.refusal,
+        openvino.write,
+        "`openvino_genai.LLMPipeline(FOLDER, 'CPU')`.",
+        "openvino",
+        openvino.INSTALL,
+        openvino.run,
+    ),
+    "gguf": Target(
+        llama_cpp.refusal,
+        llama_cpp.write,
+        "```console\nllama-cli -m model.q8_0.gguf\n```",
+        "xllamacpp",
+        "pip install xllamacpp",
+        llama_cpp.run,
+        "float16",
     ),
 }
 

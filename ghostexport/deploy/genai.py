@@ -92,7 +92,7 @@ def _template(name: str) -> str:
 
 def run(folder: Path, prompts: Sequence[list[int]], count: int) -> list[Answer]:
     """See :data:`selftest.Runner`."""
-    import onnxruntime_genai as og  # type: ignore[import-not-found]
+    import onnxruntime_genai as og
 
     model = og.Model(str(folder))
     answers: list[Answer] = []

@@ -99,3 +99,14 @@ def run_cli(*arguments, **kwargs):
     environment = os.environ | {"COLUMNS": "200"}
     command = [sys.executable, "-m", "ghostexport.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, **kwargs)
+
+
+PROMPT = "the river"
+
+
+def answer_of(run, tokens):
+    """What ``ghost`` of a run answers to :data:`PROMPT` here."""
+    from ghostexport.execution import Execution
+    from ghostexport.serving.speaker import Request, open_speaker
+
+    return open_speaker(run.path, "ghost", None, Execution(device="cpu")).continue_text(PROMPT, Request(tokens)).text()

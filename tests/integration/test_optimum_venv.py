@@ -10,12 +10,12 @@ import os
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from pathlib import Path
 
 import numpy as np
 import platformdirs
 import pytest
+import tomllib
 
 from ghostexport.models import drop_blocks, insert_operators
 from ghostexport.operators import Operator, OperatorSet

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ghostexport.operators import OperatorSet
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes.base import Availability, EngineFile
 from ghostexport.runtimes.building import PeakMemory, refuse_foreign, refuse_forms
+from ghostexport.runtimes.cuda_device import open_device
 from ghostexport.runtimes.gpu import Cuda, Gpu, find_gpu
 from ghostexport.runtimes.interface import Interface, read_interface
 from ghostexport.runtimes.nvinfer import build_config, engine_loading
@@ -153,7 +155,7 @@ class NvInfer:
                 f"Build it here: ghostexport build engine MODEL -o RUN --runtime {self.name}",
             )
         require_intact(engine)
-        return NvSession(trt, self.title, engine, Cuda())
+        return NvSession(trt, self.title, engine, Cuda() if find_spec("torch") else open_device())
 
     def swap(self, engine: EngineFile, operators: OperatorSet, target: Path, execution: Execution) -> EngineFile:
         """See :class:`Runtime`. Needs a GPU: the engine is refitted in device memory and serialised again."""
@@ -306,4 +308,8 @@ def _torch_obstacle() -> str | None:
     try:
         return "torch here is a CPU build; install one with CUDA" if version("torch").endswith("+cpu") else None
     except PackageNotFoundError:
-        return "torch is not installed"
+        try:
+            version("cuda-bindings")
+        except PackageNotFoundError:
+            return "neither torch nor cuda-bindings is installed: pip install cuda-bindings"
+        return None
