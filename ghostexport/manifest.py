@@ -62,9 +62,10 @@ def ran_here(entry: Mapping[str, Any]) -> bool:
 
 
 def same_packages(entry: Mapping[str, Any], versions: Mapping[str, str]) -> bool:
-    """Whether a stage ran with these versions, or on another machine."""
+    """Whether a stage ran with these versions, or elsewhere: on another machine, or where there is what is absent."""
     recorded = {name: version.partition("+")[0] for name, version in entry["versions"].items()}
-    return recorded == dict(versions) or not ran_here(entry)
+    here = {name: version for name, version in versions.items() if version != "absent"}
+    return not ran_here(entry) or all(recorded.get(name) == version for name, version in here.items())
 
 
 def migrate(manifest: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

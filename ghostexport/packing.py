@@ -148,6 +148,7 @@ def _manifest(folder: RunFolder, chosen: Sequence[str], files: Mapping[str, Path
         own |= made if own & made else set()
         found = {key: files[key] for key in sorted(own)}
         stages[stage.name] = entry | {
+            "machine": "packed",  # wherever it is unpacked, none of this ran
             "inputs": {
                 key: record for need in needs_of(stage, recipe) for key, record in stages[need]["outputs"].items()
             },

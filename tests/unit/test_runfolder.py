@@ -58,6 +58,8 @@ def test_build_tags_are_no_part_of_a_version(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
     assert versions_of(["torch"]) == {"ghostexport": "2.13.0", "torch": "2.13.0"}
     assert same_packages({"versions": {"torch": "2.13.0+cu130"}}, {"torch": "2.13.0"})  # recorded by an old version
+    assert same_packages({"versions": {"torch": "2.13.0"}}, {"torch": "absent"})  # an environment for devices
+    assert not same_packages({"versions": {"torch": "absent"}}, {"torch": "2.13.0"})
 
 
 def test_touching_a_file_without_changing_it_does_not_make_a_stage_stale(folder):
