@@ -64,6 +64,8 @@ def test_what_is_not_run_says_why(page):
     for block in blocks(page):
         if any(line.startswith("ghostexport ") for line in block.lines):
             assert block.language == "console" or block.not_run, block.text
+        for name in re.findall(r"tests/\S+\.py", block.not_run or ""):
+            assert (ROOT / name).exists(), f"{name} does not run it"
     assert page in reading() or page.name == "CONTRIBUTING.md", "not in the site's navigation: nothing of it is run"
 
 
