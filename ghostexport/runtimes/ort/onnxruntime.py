@@ -151,7 +151,7 @@ def open_graph(graph: Path, exact: bool = True, lean: bool = False) -> OrtSessio
     Args:
         graph: an ONNX decoder.
         exact: multiply by quantised weights in float32; an engine's kernels round the inputs to eight bits before.
-        lean: hold no weight a second time, rearranged for speed or widened: for a few calls.
+        lean: run the nodes as they stand; no weight is held a second time, rearranged or widened. For a few calls.
 
     Raises:
         BuildError: the graph is not a decoder with KV inputs and outputs that pair up.
@@ -163,8 +163,9 @@ def open_graph(graph: Path, exact: bool = True, lean: bool = False) -> OrtSessio
     if exact:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if lean:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # both keep what a node took
         options.add_session_config_entry("session.disable_prepacking", "1")
-        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(_LARGEST_FOLD))
     try:
         session = ort.InferenceSession(str(graph), options, providers=[PROVIDERS["cpu"]])
     except Exception as error:
