@@ -6,12 +6,14 @@ import inspect as python_inspect
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ghostexport import commands, depths, verbs
+from ghostexport import commands, depths, execution, verbs
 from ghostexport.errors import GhostExportError, RecipeError
 from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS, colon_spans, merged
 from ghostexport.resolving import resolve, spans_of
@@ -21,7 +23,6 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="ghostexport",
-    help="Remove decoder blocks (decoder layers) of an LLM, repair the cut in closed form, build engines.",
     no_args_is_help=True,
     epilog=f"Exit codes: 0 done, 1 a check failed, 2 it cannot be done as asked, {INTERRUPTED} interrupted.",
     pretty_exceptions_enable=False,
@@ -31,6 +32,21 @@ app.add_typer(build, name="build", rich_help_panel="Stages, in order")
 
 HOW = "How it runs"
 GRAPHS = "Graphs and engines, of any producer"
+
+
+@app.callback()
+def talks(
+    quiet: Annotated[bool, typer.Option("--quiet", help="Results only: no progress, no remarks.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Every step, and where an error came from.")] = False,
+) -> None:
+    """Remove decoder blocks (decoder layers) of an LLM, repair the cut in closed form, build engines."""
+    execution.talk.quiet, execution.talk.verbose = quiet, verbose
+
+
+def _say(lines: Iterable[str]) -> None:
+    if not execution.talk.quiet:
+        typer.echo("\n".join(lines), err=True)
+
 
 Target = Annotated[str, typer.Argument(help="Run folder, or a model (then with -o): Hub id, folder, .gguf, smollm2.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Run folder to create or continue.")]
@@ -90,21 +106,21 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
 
             device = find_hardware(values["hardware"])
             device.require(values["quantize"] or ())
-            typer.echo("\n".join(device.lines), err=True)
+            _say(device.lines)
             given = merged(device.recipe, given)
         last = goal
         if values.get("to") is not None:
             ends = {"engine": goal, "checkpoint": "checkpoint"}
             last = ends[require_name(values["to"], ends, "goal")]
-        how = {"device": values["device"], "timing_cache": values.get("timing_cache")}
-        _run_to(last, values["target"], values["output"], values["recipe"], given, **how)
+        how = {name: values.get(name) for name in ("device", "timing_cache")}
+        _run_to(last, values["target"], values["output"], values["recipe"], given, values["json"], **how)
 
     own: dict[str, tuple[Any, Any]] = {"target": (Target, ...), "output": (Output, None)}
     own |= {"plan": (Plan, None)} if "select" in sections else {}
     own |= {"hardware": (Hardware, None)} if {"quantize", "build"} <= set(sections) else {}
     own |= {"compat": (Compat, None)} if {"calibration", "select"} <= set(sections) else {}
     own |= {flag: (entry.annotation(flag), None) for flag, entry in flags.items()}
-    own |= {"recipe": (RecipeFile, None), "device": (Device, "auto")}
+    own |= {"recipe": (RecipeFile, None), "device": (Device, "auto"), "json": (verbs.Json, False)}
     own |= {"timing_cache": (TimingCache, None), "to": (To, None)} if goal == "build" else {}
     command.__annotations__ = {name: annotation for name, (annotation, _) in own.items()}
     command.__signature__ = python_inspect.Signature(  # type: ignore[attr-defined]
@@ -144,10 +160,11 @@ def surgery(
     self_contained: Annotated[bool, typer.Option(help="Write a data file of its own.")] = False,
     kv_pattern: KVPattern = None,
     dry_run: Annotated[bool, typer.Option(help="Report what would be done; write nothing.")] = False,
+    json: verbs.Json = False,
 ) -> None:
     """Cut blocks out of an exported graph and splice operators in (or run the surgery stage of a run folder)."""
     if not target.endswith(".onnx"):
-        _run_to("surgery", target, output, None, {})
+        _run_to("surgery", target, output, None, {}, json)
         return
     from ghostexport import api
     from ghostexport import show as screen
@@ -180,7 +197,7 @@ def surgery(
         kv_pattern=kv_pattern,
         dry_run=dry_run,
     )
-    screen.print_surgery(report)
+    screen.print_surgery(report, json)
 
 
 @app.command(rich_help_panel=GRAPHS)
@@ -197,11 +214,12 @@ def quantize(
         Path | None, typer.Option(help="A run's calibration file: scales are weighted by what the graph sees on it.")
     ] = None,
     convert: Annotated[bool, typer.Option("--convert", help="Rewrite a graph that others quantised, exactly.")] = False,
+    json: verbs.Json = False,
 ) -> None:
     """Quantise the weights of an exported graph (or run the quantize stage of a run folder)."""
     given = {"block": block, "scales": scales, "head": head, "activations": activations, "smooth": smooth}
     if not target.endswith(".onnx"):
-        _run_to("quantize", target, output, None, {"quantize": {"format": form} | given})
+        _run_to("quantize", target, output, None, {"quantize": {"format": form} | given}, json)
         return
     from ghostexport import api
     from ghostexport import show as screen
@@ -225,13 +243,13 @@ def quantize(
                 settings=settings,
                 execution=Execution(**callbacks),
             )
-            screen.print_quantization(report)
+            screen.print_quantization(report, json)
 
 
 @app.command(rich_help_panel=GRAPHS)
 def inspect(
     graph: Annotated[Path, typer.Argument(help="ONNX file of a decoder.")],
-    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    json: verbs.Json = False,
     kv_pattern: KVPattern = None,
 ) -> None:
     """Show what surgery sees in a graph: producer, blocks, boundaries, KV cache, obstacles."""
@@ -245,6 +263,7 @@ def inspect(
 def swap(
     engine: Annotated[Path, typer.Argument(help="An engine's sidecar JSON in engines/<runtime>/.")],
     operator: Annotated[Path, typer.Option(help="Operator file (.safetensors) to put in.")],
+    json: verbs.Json = False,
 ) -> None:
     """Put another operator into a built engine, without a rebuild."""
     from ghostexport import show as screen
@@ -253,11 +272,17 @@ def swap(
 
     with screen.display() as callbacks:
         swapped = swap_operator(engine, operator, execution=Execution(**callbacks))
-    screen.print_run(swapped.sidecar)
+    screen.print_run(swapped.sidecar, json)
 
 
 def _run_to(
-    goal: str, target: str, output: Path | None, recipe_file: Path | None, flags: dict[str, Any], **how: Any
+    goal: str,
+    target: str,
+    output: Path | None,
+    recipe_file: Path | None,
+    flags: dict[str, Any],
+    json: bool = False,
+    **how: Any,
 ) -> None:
     from ghostexport import distributed, pipeline
     from ghostexport import show as screen
@@ -274,7 +299,7 @@ def _run_to(
             return
         with screen.display() as callbacks:
             pipeline.run(recipe, own, Execution(**how, **callbacks), goal=goal)
-    screen.print_run(folder.path)
+    screen.print_run(folder.path, json)
 
 
 def main() -> None:
@@ -283,6 +308,8 @@ def main() -> None:
     try:
         app()
     except GhostExportError as error:
+        if execution.talk.verbose:
+            traceback.print_exc()
         typer.secho(
             f"error: {error}", err=True, fg="red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
         )

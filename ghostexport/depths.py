@@ -35,6 +35,7 @@ def sweep(
     prune: Annotated[list[int], typer.Option(help="How many blocks to remove; repeatable.")],
     recipe: RecipeFile = None,
     device: Device = "auto",
+    json: verbs.Json = False,
 ) -> None:
     """Benchmark several depths (everything else from the recipe): quality and speed over removed blocks."""
     from ghostexport import show as screen
@@ -46,7 +47,7 @@ def sweep(
     with screen.display() as callbacks:
         execution = Execution(device=device, **callbacks)
         found = collect([run.path for run in run_depths(model, output, prune, recipe, {}, "bench", execution)])
-    screen.print_sweep(found)
+    screen.print_sweep(found, json)
     write_json(output / "sweep.json", found.to_json())
     write_bytes(output / "sweep.html", render_sweep(found).encode())
 
@@ -72,6 +73,7 @@ def fit(
     sibling: Annotated[str | None, typer.Option(help="The next smaller model, to compare with, dense.")] = None,
     recipe: RecipeFile = None,
     device: Device = "auto",
+    json: verbs.Json = False,
 ) -> None:
     """Choose depth, format and repair for a device: what fits its memory and speed, and keeps most of the model."""
     from ghostexport import show as screen
@@ -103,7 +105,7 @@ def fit(
     choice = choose(budget, found)
     write_json(output / "fit.json", choice.to_json())
     write_bytes(output / "fit.html", render_fit(choice, target.title).encode())
-    screen.print_fit(choice, target.title)
+    screen.print_fit(choice, target.title, json)
     choice.require_chosen()
 
 

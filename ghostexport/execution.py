@@ -6,6 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+
+@dataclass
+class Talk:
+    """How much a command says beside its results: nothing, or every step, and where an error came from."""
+
+    quiet: bool = False
+    verbose: bool = False
+
+
+#: Of this command line, set by ``--quiet`` and ``--verbose``.
+talk = Talk()
+
 #: ``progress(task, done, total)``; total None when unknown. The library never draws; the CLI's callback does.
 Progress = Callable[[str, int, "int | None"], None]
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ghostexport.errors import RunFolderError
+from ghostexport.execution import talk
 from ghostexport.operators import read_fits
 from ghostexport.recipe import parse_recipe, read_recipe
 from ghostexport.runfiles import RunFiles
@@ -37,6 +38,11 @@ _err = Console(highlight=False, markup=False, stderr=True)
 LONG = 3.0
 
 
+def print_json(facts: Any) -> None:
+    """Prints facts for machines."""
+    _out.print_json(json.dumps(facts))
+
+
 class ProgressLines:
     """Progress where nobody draws: a line per tenth of a step that takes longer than three seconds."""
 
@@ -53,7 +59,8 @@ class ProgressLines:
             self._begun[name], last = (now, done), done
         self._last[name] = done
         begun, first = self._begun[name]
-        if total is None or total < 2 or now - begun < LONG or 10 * done // total == 10 * last // total:
+        soon = now - begun < LONG and not talk.verbose
+        if total is None or total < 2 or soon or 10 * done // total == 10 * last // total:
             return
         left = round((now - begun) * (total - done) / (done - first))
         rest = "done" if done >= total else f"about {left // 60}:{left % 60:02d} left"
@@ -67,6 +74,9 @@ def display() -> Iterator[dict[str, Any]]:
     A step without a count, such as loading a model, has a moving bar and its time so far.
     """
     counted = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    if talk.quiet:
+        yield {}
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), *counted)
     bars = Progress(*columns, console=_err)
     tasks: dict[str, Any] = {}
@@ -242,8 +252,11 @@ def print_estimate(verdicts: Sequence[Verdict], as_json: bool) -> None:
             _out.print(f"{verdict.need.stage}: {verdict.way}")
 
 
-def print_surgery(report: SurgeryReport) -> None:
+def print_surgery(report: SurgeryReport, as_json: bool = False) -> None:
     """Prints what surgery did, one row per cut."""
+    if as_json:
+        print_json(report.to_json())
+        return
     table = Table()
     for column in ("cut", "stream in", "stream out", "rewired", "nodes removed", "nodes added", "initializers added"):
         table.add_column(column)
@@ -264,8 +277,11 @@ def print_surgery(report: SurgeryReport) -> None:
     _out.print(f"{report.path.name}: {report.bytes_written:,} bytes written")
 
 
-def print_quantization(report: QuantizationReport) -> None:
+def print_quantization(report: QuantizationReport, as_json: bool = False) -> None:
     """Prints what was quantised: a row per block size and form, the worst weights, the bytes."""
+    if as_json:
+        print_json(report.to_json())
+        return
     table = Table()
     for column in ("weights", "form", "block", "mean error", "largest error", "MB"):
         table.add_column(column)
@@ -299,22 +315,29 @@ def print_graph(report: GraphReport, as_json: bool) -> None:
         _out.print(table)
 
 
-def print_explanation(path: Path) -> None:
+def print_explanation(path: Path, as_json: bool = False) -> None:
     """Prints a run in plain words."""
     from ghostexport.report.explanation import explain
 
     folder = RunFolder(path)
     if not folder.recipe_path.is_file():
         raise RunFolderError(f"{path} is not a run folder (no recipe.yaml).", "Make one with: ghostexport build engine")
-    for sentence in explain(folder.read()):
+    sentences = explain(folder.read())
+    if as_json:
+        print_json(list(sentences))
+        return
+    for sentence in sentences:
         _out.print(sentence)
 
 
-def print_comparison(first: Path, second: Path) -> None:
+def print_comparison(first: Path, second: Path, as_json: bool = False) -> None:
     """Prints two runs side by side."""
     from ghostexport.report.runs import compare
 
     found = compare(first, second)
+    if as_json:
+        print_json(found.to_json())
+        return
     table = Table("", found.a, found.b, "A / B", "verdict")
     for label, cells in found.rows():
         table.add_row(label, *cells)
@@ -328,16 +351,22 @@ def print_comparison(first: Path, second: Path) -> None:
             _out.print(f"{title}: {'; '.join(lines)}")
 
 
-def print_sweep(sweep: Sweep) -> None:
+def print_sweep(sweep: Sweep, as_json: bool = False) -> None:
     """Prints perplexity and speed-up by depth, one column per variant."""
+    if as_json:
+        print_json(sweep.to_json())
+        return
     table = Table("removed", *sweep.variants, title=f"perplexity / speed-up, {sweep.workload} on {sweep.runtime}")
     for removed, cells in sweep.table():
         table.add_row(str(removed), *cells)
     _out.print(table)
 
 
-def print_fit(fit: Fit, device: str) -> None:
+def print_fit(fit: Fit, device: str, as_json: bool = False) -> None:
     """Prints what fits a device, and what was chosen."""
+    if as_json:
+        print_json(fit.to_json())
+        return
     from ghostexport.benchmarking.budget import FIT_COLUMNS, REACHED
 
     table = Table(f"{device}, {fit.budget.bandwidth / 1e9:.0f} GB/s", *FIT_COLUMNS)

@@ -83,19 +83,19 @@ def show(
 
 
 @app.command(rich_help_panel=RESULTS)
-def explain(run: Run) -> None:
+def explain(run: Run, json: Json = False) -> None:
     """Say in plain words what a run removed, cost and bought, what limits it and what to try next."""
     from ghostexport import show as screen
 
-    screen.print_explanation(run)
+    screen.print_explanation(run, json)
 
 
 @app.command(rich_help_panel=RESULTS)
-def compare(first: Run, second: Run) -> None:
+def compare(first: Run, second: Run, json: Json = False) -> None:
     """Put the benchmarks of two runs (two devices, two depths) side by side."""
     from ghostexport import show as screen
 
-    screen.print_comparison(first, second)
+    screen.print_comparison(first, second, json)
 
 
 @app.command(rich_help_panel=RESULTS)

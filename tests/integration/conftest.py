@@ -80,6 +80,10 @@ def built_run(tiny_model):
 def cli(monkeypatch, capsys):
     """Runs the command line in this process: ``code, out, err = cli("show", folder)``."""
     from ghostexport.cli import main
+    from ghostexport.execution import talk
+
+    for name in ("quiet", "verbose"):
+        monkeypatch.setattr(talk, name, False)  # and again after the test
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["ghostexport", *map(str, arguments)])

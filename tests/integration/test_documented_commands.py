@@ -65,6 +65,7 @@ def test_make_targets_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some sixty commands
 def test_every_command_runs(tmp_path, monkeypatch, cli):
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)

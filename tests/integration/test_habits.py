@@ -1,9 +1,12 @@
 """What the command line owes every user: help by stage, JSON, no colour where none is wanted, completion."""
 
 import json
+from pathlib import Path
 
 from ghostexport import __version__
 from tests.integration.conftest import run_cli
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def test_help_shows_first_what_most_need(cli):
@@ -39,3 +42,31 @@ def test_explain_and_show_of_what_is_no_run(cli, tmp_path):
 def test_no_colour_without_a_terminal():
     done = run_cli("show", "nothing-here")
     assert done.returncode == 2 and "\x1b" not in done.stdout + done.stderr
+
+
+def test_every_verb_that_prints_figures_can_print_json():
+    from typer.main import get_command
+
+    from ghostexport.cli import app
+
+    def walk(prefix, group):
+        for name, command in group.commands.items():
+            yield from walk(name, command) if hasattr(command, "commands") else [(name, command)]
+
+    talking = {"generate", "chat", "serve"}
+    says_a_path = {"init", "report", "pack", "deploy", "selftest"}
+    found = dict(walk("", get_command(app)))
+    lacking = {name for name, command in found.items() if "--json" not in {o for p in command.params for o in p.opts}}
+    assert lacking == talking | says_a_path
+
+
+def test_json_quiet_and_verbose_of_a_graph(cli, tmp_path):
+    graph = FIXTURES / "transformers-llama" / "model.onnx"
+    code, out, err = cli("--quiet", "surgery", graph, "--remove", "1:3", "-o", tmp_path, "--json")
+    assert (code, err) == (0, "") and json.loads(out)["blocks_after"] == 4
+    code, out, err = cli("--quiet", "quantize", graph, "--format", "int8", "-o", tmp_path, "--json")
+    assert (code, err) == (0, "") and json.loads(out)["form"] == "int8"
+    code, out, err = cli("surgery", graph, "--remove", "1:99", "-o", tmp_path)
+    assert code == 2 and "Traceback" not in err
+    code, out, err = cli("--verbose", "surgery", graph, "--remove", "1:99", "-o", tmp_path)
+    assert code == 2 and "Traceback" in err and "error: " in err
