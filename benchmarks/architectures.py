@@ -3,6 +3,7 @@
     python benchmarks/architectures.py --work ROWS                 # every row that is not there yet
     python benchmarks/architectures.py --work ROWS --only lfm2 'llama@*'
     python benchmarks/architectures.py --work ROWS --again         # rows made by other code, or that did not pass
+    python benchmarks/architectures.py --work ROWS --only gptj --cells load select ghost best   # the rest stays
     python benchmarks/architectures.py --work ROWS --write         # the JSON, the table and README's families
 
 A row is one model (``tiny_decoders.py``), possibly in another dtype or opset (``llama@opset23``). It runs in a
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,21 @@ class Row:
         self.folder = work / "runs" / name
         self.source = self.folder / "model"
         self.cells: dict[str, dict[str, Any]] = {}
+        self.kept: dict[str, dict[str, Any]] = {}
+        self.code = code_sha256()
         self.operators: dict[str, Any] = {"operators": ["ghost"]}
 
-    def run(self, engine: bool = True) -> None:
-        """Runs every cell (``engine`` or not); a cell that needs one that did not pass is ``after`` it."""
+    def run(self, engine: bool = True, only: Sequence[str] = CELLS) -> None:
+        """Runs every cell (``engine`` or not); a cell that needs one that did not pass is ``after`` it.
+
+        Cells beside ``only`` stay as an earlier run left them.
+        """
         import tiny_decoders
 
+        if set(only) != set(CELLS):
+            earlier = json.loads(self.path.read_text())
+            self.kept = {column: cell for column, cell in earlier["cells"].items() if column not in only}
+            self.code = earlier["code"]  # of the oldest cell
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         tiny_decoders.save(self.model, self.source, self.dtype)
@@ -90,6 +100,9 @@ class Row:
     def cell(self, column: str, work: Callable[[], str], *needs: str) -> None:
         from ghostexport.errors import GhostExportError
 
+        if column in self.kept:
+            self.cells[column] = self.kept[column]
+            return
         for need in needs:
             if self.cells[need]["state"] != "passed":
                 self.cells[column] = {"state": "after", "note": need}
@@ -111,7 +124,7 @@ class Row:
 
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        row = {"name": self.name, "code": code_sha256(), "cells": self.cells}
+        row = {"name": self.name, "code": self.code, "cells": self.cells}
         self.path.write_text(json.dumps(row, indent=1))
 
     def load(self) -> str:
@@ -159,10 +172,13 @@ class Row:
         return f"largest error {worst:.1e} of a standard deviation"
 
     def engine(self) -> str:
+        from ghostexport import exporters, models
         from ghostexport.execution import Execution
         from ghostexport.recipe import BuildSection
         from ghostexport.runtimes import RUNTIMES
 
+        loaded = models.load_model(self.source, self.dtype)  # type: ignore[arg-type]
+        exporters.require_exportable(loaded.model, runtimes=["tensorrt-rtx"])
         graph = sorted(p for p in (self.folder / "run" / "onnx").glob("*.onnx") if p.stem not in ("dense", "pruned"))[0]
         section = BuildSection(runtimes=("tensorrt-rtx",), max_tokens=32, max_past=63)
         engine = RUNTIMES["tensorrt-rtx"].build(graph, self.folder / "engine", graph.stem, section, Execution())
@@ -216,14 +232,14 @@ def is_wanted(path: Path, again: bool) -> bool:
     return not finished or (again and (not passed or row["code"] != code_sha256()))
 
 
-def run_rows(names: list[str], work: Path, again: bool) -> None:
+def run_rows(names: list[str], work: Path, again: bool, cells: Sequence[str]) -> None:
     """Runs the rows that are wanted, each in a process of its own."""
     for name in names:
         path = row_path(work, name)
-        if not is_wanted(path, again):
+        if not is_wanted(path, again) and set(cells) == set(CELLS):
             continue
         started = time.monotonic()
-        command = [sys.executable, __file__, "--work", str(work), "--row", name]
+        command = [sys.executable, __file__, "--work", str(work), "--row", name, "--cells", *cells]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
             ended = "" if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr[-400:]}"
@@ -258,7 +274,8 @@ def table(found: dict[str, Any]) -> str:
         "# Architectures",
         "",
         f"Tiny random models by `benchmarks/architectures.py` ({versions}). ✓ passed (`best`: the operator it became), "
-        "- refused with a reason, ✗ failed, · not tried because of an earlier cell.",
+        "- refused with a reason, ✗ failed, · not tried because of an earlier cell. A row may hold cells of several "
+        "runs; `code` in the JSON is the hash of the package at the oldest.",
         "",
         "| model | " + " | ".join(CELLS) + " |",
         "|---" * (len(CELLS) + 1) + "|",
@@ -325,10 +342,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], help="names or patterns of rows")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS, help="others stay as they are in ROWS")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
-        Row(arguments.row, arguments.work).run()
+        Row(arguments.row, arguments.work).run(only=arguments.cells)
         return
     names = [name for name in row_names() if any(fnmatch.fnmatch(name, only) for only in arguments.only)]
     if arguments.write:
@@ -337,7 +355,7 @@ def main() -> None:
         RESULTS.with_suffix(".md").write_text(table(found))
         README.write_text(in_readme(README.read_text(), families(found)))
         return
-    run_rows(names, arguments.work, arguments.again)
+    run_rows(names, arguments.work, arguments.again, arguments.cells)
 
 
 if __name__ == "__main__":

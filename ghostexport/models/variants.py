@@ -30,6 +30,9 @@ _INDEX_LISTS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attent
 #: Configuration fields that count blocks from the start: blocks below the number are of one kind, the rest of another.
 _THRESHOLDS = ("first_k_dense_replace", "max_window_layers", "num_dense_layers", "moe_layer_start_index")
 
+#: Other names of ``num_hidden_layers`` that a configuration has beside it (xLSTM).
+_COUNTS = ("num_blocks",)
+
 
 def needed_blocks(model: Any) -> dict[int, str]:
     """Blocks that cannot be removed, and why: others read their keys and values, or no configuration lacks them."""
@@ -141,7 +144,8 @@ def _cut_config(config: Any, plan: PrunePlan) -> None:
             setattr(config, name, type(value)(value[block] for block in plan.kept))
     if shared := getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers = sum(block >= plan.num_blocks - shared for block in plan.kept)
-    config.num_hidden_layers = len(plan.kept)
+    for name in ("num_hidden_layers", *(name for name in _COUNTS if vars(config).get(name) == plan.num_blocks)):
+        setattr(config, name, len(plan.kept))
     if own:
         config.per_layer_config = {plan.new_index(int(b)): o for b, o in own.items() if int(b) in plan.kept}
 

@@ -96,6 +96,15 @@ def test_per_block_lists_are_cut(name):
     assert indices == [0, 1, 2, 3]
 
 
+def test_every_count_of_blocks_is_cut(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_heads": 2, "chunk_size": 16}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.xLSTMConfig(**sizes)).eval()
+    pruned = models.drop_blocks(model, PrunePlan.from_blocks(4, [1]))
+    assert (pruned.config.num_blocks, pruned.config.num_hidden_layers) == (3, 3)
+    models.save_checkpoint(pruned, None, tmp_path)
+    assert models.load_model(tmp_path, "float32").num_blocks == 3
+
+
 def test_index_lists_thresholds_and_steps_are_cut():
     kind = transformers.Qwen2MoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=2,
