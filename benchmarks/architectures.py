@@ -98,7 +98,7 @@ class Row:
         shutil.rmtree(self.folder)
 
     def cell(self, column: str, work: Callable[[], str], *needs: str) -> None:
-        from ghostexport.errors import GhostExportError
+        from ghostexport.errors import GhostExportError, ParityError
 
         if column in self.kept:
             self.cells[column] = self.kept[column]
@@ -113,6 +113,8 @@ class Row:
         started = time.monotonic()
         try:
             found = {"state": "passed", "note": work()}
+        except ParityError as error:  # nothing was refused: it was done, and is not equal
+            found = {"state": "failed", "note": str(error)}
         except GhostExportError as error:
             found = {"state": "refused", "note": str(error).replace(str(self.folder), "RUN")}
         except Exception as error:
