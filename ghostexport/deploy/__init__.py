@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ghostexport.deploy import genai, llama_cpp, openvino, plain_checkpoint, remote_code
+from ghostexport.deploy import genai, llama_cpp, model_repository, openvino, plain_checkpoint, remote_code
 from ghostexport.deploy.bundle import BASE_CARD, Bundle, write_card, write_sums
 from ghostexport.deploy.selftest import Outcome, Runner, check, read_selftest, write_selftest
 from ghostexport.errors import RecipeError, RunFolderError, RuntimeUnavailableError
@@ -84,6 +84,13 @@ TARGETS: dict[str, Target] = {
         "openvino",
         openvino.INSTALL,
         openvino.run,
+    ),
+    "triton": Target(
+        model_repository.refusal,
+        model_repository.write,
+        "```console\ntritonserver --model-repository FOLDER/model_repository\n```\n`generator` streams token ids.",
+        "tritonserver",
+        "docker pull nvcr.io/nvidia/tritonserver",
     ),
     "gguf": Target(
         llama_cpp.refusal,
