@@ -82,7 +82,7 @@ def write_selftest(bundle: Bundle, output: Path, target: str) -> None:
     entries = []
     for ids in prompts_of(bundle):
         prompt = np.array([ids], np.int64)
-        logits = session.forward(prompt, session.new_cache(1))[0][0, -1]
+        logits = session.forward(prompt, session.new_cache(1))[0][0, -1].copy()  # the next call takes the memory
         kept = np.unique(np.linspace(0, len(logits) - 1, min(KEPT, len(logits))).astype(int))
         greedy, margins = [], []
         for token, row in _steps(session, prompt):
@@ -109,7 +109,7 @@ def _steps(session: Any, prompt: NDArray[np.int64]) -> Any:
     for _ in range(GREEDY):
         logits, cache = session.forward(step, cache)
         token = int(logits[0, -1].argmax())
-        yield token, logits[0, -1]
+        yield token, logits[0, -1].copy()
         step = np.array([[token]], np.int64)
 
 
