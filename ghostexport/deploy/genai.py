@@ -71,13 +71,19 @@ def genai_config(bundle: Bundle, provider_options: list[dict[str, Any]]) -> dict
             "type": "llama",
             "bos_token_id": config.get("bos_token_id") if begin is None else begin,
             "eos_token_id": ends[0] if len(ends) == 1 else ends,
-            "pad_token_id": ends[0] if ends else 0,
+            "pad_token_id": _padding(bundle),
             "context_length": positions,
             "vocab_size": logits.dims[-1] if isinstance(logits.dims[-1], int) else config["vocab_size"],
             "decoder": decoder,
         },
         "search": {"max_length": positions, "past_present_share_buffer": False, "do_sample": False},
     }
+
+
+def _padding(bundle: Bundle) -> int:
+    """The padding token, unless it is an end token: GenAI answers a prompt that ends with it one token too early."""
+    own = bundle.config.get("pad_token_id")
+    return int(bundle.config["vocab_size"]) - 1 if own is None or own in bundle.codec.ends else int(own)
 
 
 def _numbered(names: Sequence[str], keys: str, values: str) -> dict[str, str]:

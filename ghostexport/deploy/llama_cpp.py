@@ -173,15 +173,6 @@ def run(folder: Path, prompts: Sequence[list[int]], count: int) -> list[Answer]:
 
 
 def _completed(server: Any, ids: list[int], count: int) -> list[int]:
-    asked: Mapping[str, Any] = {
-        "prompt": ids,
-        "n_predict": count,
-        "temperature": 0,
-        "top_k": 1,
-        "ignore_eos": False,
-        "n_probs": 1,
-        "return_tokens": True,
-        "cache_prompt": False,
-    }
-    said = server.handle_completions(dict(asked))
-    return [int(token["id"]) for token in said["completion_probabilities"]]
+    asked = {"prompt": ids, "max_tokens": count, "temperature": 0, "top_k": 1, "logprobs": 1, "cache_prompt": False}
+    said: Mapping[str, Any] = server.handle_completions(asked)
+    return [int(token["id"]) for token in said["choices"][0]["logprobs"]["content"]]

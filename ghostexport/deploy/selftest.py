@@ -70,7 +70,7 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
     if codec.template is not None:
         texts[-1] = codec.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
     window = bundle.config.get("sliding_window") or 32
-    pool = [token for ids in texts for token in ids[1:]] or [3]
+    pool = [token for ids in texts[:3] for token in ids[1:]] or [3]  # no end token: some runtimes take it for padding
     room = (codec.positions or LONGEST) - GREEDY
     length = max(1, min(window + 8, LONGEST, room))
     return [*[ids[:room] for ids in texts], (pool * (length // len(pool) + 1))[:length]]
@@ -100,7 +100,13 @@ def write_selftest(bundle: Bundle, output: Path, target: str) -> None:
             }
         )
     session.close()
-    base = {"schema": SCHEMA, "target": target, "variant": bundle.variant, "dtype": bundle.interface.dtype}
+    base: dict[str, Any] = {
+        "schema": SCHEMA,
+        "target": target,
+        "variant": bundle.variant,
+        "dtype": bundle.interface.dtype,
+    }
+    base["ends"] = sorted(bundle.codec.ends)
     write_json(output / FILE, base | {"prompts": entries})
 
 
@@ -150,7 +156,7 @@ def check(folder: Path, runner: Runner, dtype: str | None = None) -> Outcome:
         if logits is not None:
             difference = np.abs(np.asarray(logits, np.float64)[entry["logit_ids"]] - entry["logits"])
             errors.append(float(difference.max()) / entry["deviation"])
-        equal = _agreeing(entry, tokens, max(TIE, allowed))
+        equal = _agreeing(entry, tokens, max(TIE, allowed), test["ends"])
         right, total = right + equal, total + len(entry["greedy"])
     worst = None if not errors else float(np.max(errors))  # the built-in max would lose a NaN
     outcome = Outcome(worst, right, total, right == total and (worst is None or worst <= allowed))
@@ -159,9 +165,11 @@ def check(folder: Path, runner: Runner, dtype: str | None = None) -> Outcome:
     return outcome
 
 
-def _agreeing(entry: dict[str, Any], tokens: Sequence[int], tie: float) -> int:
-    """Greedy tokens that are the reference's; all from a tie on, where either continuation is right."""
+def _agreeing(entry: dict[str, Any], tokens: Sequence[int], tie: float, ends: Sequence[int]) -> int:
+    """Greedy tokens that are the reference's; all from a tie on, where either is right, or an end."""
     for position, (own, reference, margin) in enumerate(zip(tokens, entry["greedy"], entry["margins"], strict=False)):
         if own != reference:
             return len(entry["greedy"]) if margin < tie else position
-    return min(len(tokens), len(entry["greedy"]))
+    left = entry["greedy"][max(len(tokens) - 1, 0) : len(tokens) + 1]
+    ended = len(tokens) < len(entry["greedy"]) and any(token in ends for token in left)
+    return len(entry["greedy"]) if ended else min(len(tokens), len(entry["greedy"]))
