@@ -103,6 +103,24 @@ def atomic_path(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside ``target``; becomes it on success, is removed on any failure.
+
+    ``target`` must be absent or empty, or be removed by the caller inside the block.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if target.exists():
+            target.rmdir()
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_bytes(target: Path, data: bytes) -> None:
     """Writes a file atomically."""
     with atomic_path(target) as temporary:

@@ -1,8 +1,9 @@
 """What every stage needs of memory, disk and time, from the sizes of a model and the recipe alone.
 
-The figures are upper ends of what was measured (``benchmarks/results/scale.json``): memory is what the process itself
-takes, files that it maps not counted; disk is what is there at the stage's peak and was not before. Times are products
-over the machine's own rate, and bytes over an assumed one of the disk; they tell minutes from hours.
+The figures are counted, not fitted to measurements: memory is what the process itself takes, files that it maps left
+out where nothing is copied; disk is what is there at the stage's peak and was not before. Times are products over the
+machine's own rate, and bytes over an assumed one of the disk; they tell minutes from hours. What one run took:
+``benchmarks/results/scale.json``.
 """
 
 from __future__ import annotations

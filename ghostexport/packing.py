@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ghostexport.errors import RunFolderError
-from ghostexport.files import atomic_path, require_space, sha256_file
+from ghostexport.files import atomic_folder, atomic_path, require_space, sha256_file
 from ghostexport.manifest import fingerprints, matches
 from ghostexport.pipeline import STAGES, needs_of
 from ghostexport.recipe import float_variant, parse_recipe, read_recipe
@@ -90,17 +90,10 @@ def unpack(archive: Path, target: Path | None = None) -> Path:
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in sums.decode().splitlines())}
         target.parent.mkdir(parents=True, exist_ok=True)
         require_space(target.parent, sum(entry.file_size for entry in opened.infolist()), target.name)
-        temporary = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=target.parent))
-        try:
+        with atomic_folder(target) as temporary:
             for name, digest in expected.items():
                 _read(opened, name, digest, temporary)
             (temporary / SUMS).write_bytes(sums)
-            temporary.chmod(0o755)
-            if target.exists():
-                target.rmdir()
-            temporary.rename(target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 

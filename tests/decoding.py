@@ -18,20 +18,23 @@ from ghostexport.kv_names import pair_kv
 _NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
-def session(path: Path) -> onnxruntime.InferenceSession:
+def session(path: Path, fused: bool = True) -> onnxruntime.InferenceSession:
+    """``fused=False``: the operators as they stand in the graph."""
     options = onnxruntime.SessionOptions()
+    if not fused:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def onnx_logits(path: Path, chunks: Sequence[NDArray[np.int64]]) -> list[NDArray[np.float32]]:
+def onnx_logits(path: Path, chunks: Sequence[NDArray[np.int64]], fused: bool = True) -> list[NDArray[np.float32]]:
     """Logits of each chunk of tokens ``(B, T)``, fed one after the other through the KV cache.
 
     A graph without a cache gets all tokens so far each time. Where a graph leaves head count and head size open, they
     are those of the fixtures (2 and 16).
     """
-    run = session(path)
+    run = session(path, fused)
     inputs = {i.name: i for i in run.get_inputs()}
     outputs = [o.name for o in run.get_outputs()]
     pairs = pair_kv(list(inputs), outputs)

@@ -19,6 +19,7 @@ from typing import Any
 from ghostexport.benchmarking.ideal import read_facts
 from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution
+from ghostexport.recipe import float_variant
 from ghostexport.runfolder import RunFolder
 
 SCHEMA = "ghostexport.fit/1"
@@ -166,7 +167,7 @@ def candidates(folder: RunFolder, budget: Budget, dense: Mapping[str, Any] | Non
         facts = read_facts(folder.graph_path(variant))
         cache = budget.context * facts.kv_bytes_per_token
         streamed = facts.weight_bytes - facts.gathered_bytes + cache
-        removed = 0 if variant.partition(".")[0] == "dense" else run.num_removed
+        removed = 0 if float_variant(variant) == "dense" else run.num_removed
         found.append(
             Candidate(
                 run.model,

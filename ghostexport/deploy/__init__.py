@@ -7,8 +7,6 @@ Where its runtime is installed, what was written is run and compared with the ve
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,9 @@ from ghostexport.deploy.bundle import BASE_CARD, Bundle, write_card, write_sums
 from ghostexport.deploy.selftest import Outcome, Runner, check, read_selftest, write_selftest
 from ghostexport.errors import RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.execution import Execution
+from ghostexport.files import atomic_folder
 from ghostexport.plan import PrunePlan
+from ghostexport.recipe import float_variant
 from ghostexport.runfolder import RunFolder
 from ghostexport.validation import require_name
 
@@ -127,9 +127,7 @@ def deploy(run: Path, target: str, output: Path, variant: str | None = None, exe
     bundle = _bundle(RunFolder(run), chosen, name, variant)
     if output.exists() and any(output.iterdir()):
         raise RunFolderError(f"{output} exists.", "Name a new folder with -o.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".deploying-", dir=output.parent))
-    try:
+    with atomic_folder(output) as temporary:
         bundle.copy_description(temporary)
         chosen.write(bundle, temporary, execution)
         if (temporary / "README.md").exists():
@@ -137,14 +135,7 @@ def deploy(run: Path, target: str, output: Path, variant: str | None = None, exe
         write_selftest(bundle, temporary, name)
         write_card(bundle, temporary, name, chosen.use)
         write_sums(temporary)
-        temporary.chmod(0o755)
-        said = _tested(temporary, chosen, name)
-        if output.exists():
-            output.rmdir()
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return said
+        return _tested(temporary, chosen, name)
 
 
 def selftest(folder: Path) -> Outcome:
@@ -189,8 +180,7 @@ def _bundle(folder: RunFolder, target: Target, name: str, variant: str | None) -
 
 
 def _of(folder: RunFolder, variant: str) -> Bundle:
-    dense = variant.partition(".")[0] == "dense"
-    plan = folder.read_plan()
+    plan, dense = folder.read_plan(), float_variant(variant) == "dense"
     return Bundle(
         folder, variant, PrunePlan.from_spans(plan.num_blocks, []) if dense else plan, folder.read_operators(variant)
     )

@@ -17,7 +17,7 @@ from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.execution import Execution
-from ghostexport.files import write_bytes, write_json
+from ghostexport.files import atomic_folder, write_bytes, write_json
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
 from ghostexport.models.checkpoints import require_all_weights, save_checkpoint, save_tokenizer
 from ghostexport.models.configs import OPERATORS_FILE, PATCHED, UNTRUSTED, UNTRUSTING, auto_class, read_config
@@ -224,9 +224,7 @@ def save_model(loaded: LoadedModel, folder: Path) -> list[Path]:
     operators = loaded.operators if loaded.operators is not None and loaded.operators.adds_nodes else None
     inserted = tuple(f"{n}." for n, module in loaded.model.named_modules() if isinstance(module, BoundaryModule))
     weights = {name: t for name, t in loaded.model.state_dict().items() if not name.startswith(inserted)}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
-    try:
+    with atomic_folder(folder) as temporary:
         save_checkpoint(loaded.model, loaded.tokenizer, temporary, weights if inserted else None)
         for name in _PROCESSOR_FILES:
             if (Path(loaded.source) / name).is_file():
@@ -237,9 +235,6 @@ def save_model(loaded: LoadedModel, folder: Path) -> list[Path]:
             config |= {"model_type": PATCHED, PATCHED: {"model_type": config["model_type"]}}
             write_json(temporary / "config.json", config)
         shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 

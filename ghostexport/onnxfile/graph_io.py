@@ -73,6 +73,12 @@ def external_tensors(model: ir.Model) -> list[ir.ExternalTensor]:
     return [tensor for tensor, _ in _places(model)]
 
 
+def initializer(tensor: ir.TensorProtocol) -> ir.Value:
+    """A value that holds ``tensor``, of its name, shape and dtype; to be registered in a graph."""
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+
+
 def values(tensor: ir.TensorProtocol) -> NDArray[Any]:
     """The numbers of a weight. onnx-ir reads no data file that is a link or has a second name; checked ones may be."""
     if not isinstance(tensor, ir.ExternalTensor):

@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ghostexport.onnxfile import values
+from ghostexport.onnxfile import initializer, values
 from ghostexport.quantization.forms import SCALE_DTYPES, Form
 from ghostexport.quantization.inputs import Inputs
 from ghostexport.quantization.linears import Linear
@@ -84,11 +84,12 @@ def insert(graph: ir.Graph, rounding: Rounding, form: Form) -> list[ir.Value]:
     dtype = rounding.linears[0].weight.dtype
     assert dtype is not None
     stored = SCALE_DTYPES[dtype]
-    scale = _constant(f"{name}.input.scale", np.asarray(rounding.scale, stored), dtype)
-    zero = _constant(f"{name}.input.zero", np.zeros((), form.numpy), form.dtype)
+    scale = initializer(ir.tensor(np.asarray(rounding.scale, stored), dtype=dtype, name=f"{name}.input.scale"))
+    zero = initializer(ir.tensor(np.zeros((), form.numpy), dtype=form.dtype, name=f"{name}.input.zero"))
     new, nodes, x = [scale, zero], [], source
     if rounding.smooth is not None:
-        inverse = _constant(f"{name}.input.smooth", (1 / rounding.smooth).astype(stored), dtype)
+        inverted = (1 / rounding.smooth).astype(stored)
+        inverse = initializer(ir.tensor(inverted, dtype=dtype, name=f"{name}.input.smooth"))
         new.insert(0, inverse)
         nodes.append(ir.node("Mul", [x, inverse], name=f"{name}.input.smoothed"))
         x = nodes[-1].outputs[0]
@@ -115,8 +116,3 @@ def _smoothing(linears: Sequence[Linear], largest: NDArray[np.float32], alpha: f
     usable = (largest > 0) & (rows > 0)
     s = np.where(usable, largest, 1) ** alpha / np.where(usable, rows, 1) ** (1 - alpha)
     return np.asarray(s, np.float32)
-
-
-def _constant(name: str, array: NDArray[np.generic], dtype: ir.DataType) -> ir.Value:
-    tensor = ir.tensor(array, dtype=dtype, name=name)
-    return ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)

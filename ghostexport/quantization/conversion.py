@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ghostexport.errors import SurgeryError
-from ghostexport.onnxfile import load_graph, save_graph, values
+from ghostexport.onnxfile import initializer, load_graph, save_graph, values
 from ghostexport.quantization.writer import raise_opset, register
 
 _SIGNED = {4: ir.DataType.INT4, 8: ir.DataType.INT8}
@@ -94,12 +94,9 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> list[ir.Value]:
         return ir.tensor(laid, dtype=scales.dtype, name=f"{name}.scale")
 
     shapes = (ir.Shape([K, N]), ir.Shape([K // block, N]))
-    lazy = [
-        ir.LazyTensor(make, dtype=dtype, shape=shape, name=f"{name}.{part}")
-        for make, dtype, shape, part in zip((numbers, scale), (kind, scales.dtype), shapes, ("q", "scale"), strict=True)
-    ]
     new = [
-        ir.Value(name=t.name, shape=ir.Shape(list(t.shape)), type=ir.TensorType(t.dtype), const_value=t) for t in lazy
+        initializer(ir.LazyTensor(make, dtype=dtype, shape=shape, name=f"{name}.{part}"))
+        for make, dtype, shape, part in zip((numbers, scale), (kind, scales.dtype), shapes, ("q", "scale"), strict=True)
     ]
     register(graph, new)
     unpack = ir.node("DequantizeLinear", new, {"axis": 0, "block_size": block}, name=f"{name}.dequantize")

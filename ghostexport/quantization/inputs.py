@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ghostexport.onnxfile import load_graph, save_graph
+from ghostexport.onnxfile import initializer, load_graph, save_graph
 from ghostexport.quantization.linears import find_linears
 
 #: Calibration tokens that suffice for a diagonal: its entries are sums of as many squares.
@@ -109,8 +109,9 @@ def _probe(graph: ir.Graph, source: ir.Value, inputs: int, name: str, opset: int
     square = ir.node("Mul", [wide.outputs[0], wide.outputs[0]], name=f"{name}.square")
     total = ir.node("ReduceSum", [square.outputs[0], axes], {"keepdims": 0}, name=f"{name}.total")
     size = ir.node("Abs", wide.outputs, name=f"{name}.size")
-    largest = ir.node("ReduceMax", [size.outputs[0], axes], {"keepdims": 0}, name=f"{name}.largest")
-    if opset < _AXES_ARE_INPUTS:
+    if opset >= _AXES_ARE_INPUTS:
+        largest = ir.node("ReduceMax", [size.outputs[0], axes], {"keepdims": 0}, name=f"{name}.largest")
+    else:
         largest = ir.node("ReduceMax", size.outputs, {"keepdims": 0, "axes": [0]}, name=f"{name}.largest")
     for node in (rows, wide, square, total, size, largest):
         graph.append(node)
@@ -122,9 +123,4 @@ def _probe(graph: ir.Graph, source: ir.Value, inputs: int, name: str, opset: int
 
 
 def _constant(name: str, values: list[int]) -> ir.Value:
-    return ir.Value(
-        name=name,
-        shape=ir.Shape([len(values)]),
-        type=ir.TensorType(ir.DataType.INT64),
-        const_value=ir.tensor(np.asarray(values, np.int64), name=name),
-    )
+    return initializer(ir.tensor(np.asarray(values, np.int64), name=name))

@@ -79,7 +79,7 @@ def _linear(value: ir.Value, outputs: set[ir.Value]) -> Linear | None:
         if node.op_type == "Gather" and index == 0 and _attribute(node, "axis", 0) == 0:
             embedding = True
             continue
-        reached = list(_products(node, index))
+        reached = list(_products_at(node, index))
         if not reached:
             return None
         axes |= {axis for _, axis in reached}
@@ -93,16 +93,20 @@ def _linear(value: ir.Value, outputs: set[ir.Value]) -> Linear | None:
     return Linear(value, axes.pop(), readers, tuple(products), embedding, head)
 
 
-def _products(node: ir.Node, index: int) -> Iterator[tuple[ir.Node, int]]:
-    """The products a use leads to, with the weight's axis that runs over the inputs."""
+def products_of(weight: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """The products that a weight is multiplied in, with its axis that runs over their inputs."""
+    for node, index in weight.uses():
+        yield from _products_at(node, index)
+
+
+def _products_at(node: ir.Node, index: int) -> Iterator[tuple[ir.Node, int]]:
     if node.op_type == "MatMul" and index == 1:
         yield node, 0
     elif node.op_type == "Gemm" and index == 1:
         yield node, _attribute(node, "transB", 0)
     elif node.op_type == "Transpose":
-        for after, where in node.outputs[0].uses():
-            for product, axis in _products(after, where):
-                yield product, 1 - axis
+        for product, axis in products_of(node.outputs[0]):
+            yield product, 1 - axis
 
 
 def _logits_of(product: ir.Node) -> Iterator[ir.Value]:

@@ -11,7 +11,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ghostexport.errors import SurgeryError
-from ghostexport.onnxfile import load_graph, values
+from ghostexport.onnxfile import initializer, load_graph, values
+from ghostexport.quantization.linears import products_of
 
 _SUFFIX = ".q"
 
@@ -35,7 +36,7 @@ def rounded_inputs(graph: Path) -> dict[str, RoundedInput]:
     """By the name of the float weight, how the input that it meets is rounded; empty when weights alone are."""
     found = {}
     for node in _unpacking(load_graph(graph)):
-        for product in _products(node):
+        for product, _ in products_of(node.outputs[0]):
             unpack = product.inputs[0].producer() if product.inputs[0] is not None else None
             rounding = unpack.inputs[0].producer() if unpack is not None and unpack.inputs[0] is not None else None
             if unpack is None or rounding is None or rounding.op_type != "QuantizeLinear":
@@ -48,14 +49,6 @@ def rounded_inputs(graph: Path) -> dict[str, RoundedInput]:
             name = (node.inputs[0].name or "").removesuffix(_SUFFIX)  # type: ignore[union-attr]
             found[name] = RoundedInput(_constant(rounding.inputs[2]).dtype, scale, inverse)
     return found
-
-
-def _products(node: ir.Node) -> Iterator[ir.Node]:
-    for after, index in node.outputs[0].uses():
-        if after.op_type in ("MatMul", "Gemm") and index == 1:
-            yield after
-        elif after.op_type == "Transpose":
-            yield from _products(after)
 
 
 def rounded_weights(graph: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
@@ -93,7 +86,7 @@ def _float_weight(node: ir.Node) -> ir.Value:
     tensor = ir.LazyTensor(
         lambda: ir.tensor(_unpacked(parts).astype(dtype.numpy()), dtype=dtype), dtype=dtype, shape=shape, name=name
     )
-    return ir.Value(name=name, shape=shape, type=ir.TensorType(dtype), const_value=tensor)
+    return initializer(tensor)
 
 
 def _unpacking(model: ir.Model) -> list[ir.Node]:

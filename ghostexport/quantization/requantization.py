@@ -9,7 +9,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ghostexport.errors import SurgeryError
-from ghostexport.onnxfile import values
+from ghostexport.onnxfile import initializer, values
 from ghostexport.quantization.forms import FORMS, SCALE_DTYPES
 from ghostexport.quantization.scales import quantize
 
@@ -56,9 +56,7 @@ def requantize(unpack: ir.Node, weight: NDArray[Any], prefix: str) -> list[ir.Va
         q, scale = q.T, scale.T
     new = []
     for index, (part, array, dtype) in enumerate((("q", q, form.dtype), ("scale", scale, kind))):
-        name = f"{prefix}.{part}"
-        tensor = ir.tensor(np.ascontiguousarray(array), dtype=dtype, name=name)
-        new.append(ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor))
+        new.append(initializer(ir.tensor(np.ascontiguousarray(array), dtype=dtype, name=f"{prefix}.{part}")))
         unpack.replace_input_with(index, new[-1])
     return new
 

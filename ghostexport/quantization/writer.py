@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ghostexport.errors import NameCollision, RecipeError, SurgeryError
 from ghostexport.files import write_json
-from ghostexport.onnxfile import load_graph, save_graph, weight_bytes
+from ghostexport.onnxfile import initializer, load_graph, save_graph, weight_bytes
 from ghostexport.quantization import activations
 from ghostexport.quantization.forms import FORMS, SCALE_DTYPES, Form
 from ghostexport.quantization.inputs import Inputs
@@ -242,7 +242,7 @@ class _Job:
         lazy = ir.LazyTensor(
             lambda: ir.tensor(self.part(part), dtype=dtype, name=name), dtype=dtype, shape=ir.Shape(shape), name=name
         )
-        return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=lazy)
+        return initializer(lazy)
 
 
 Choice = tuple[Form | None, int | None, str]

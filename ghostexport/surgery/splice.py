@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ghostexport.errors import RecoveryError, SurgeryError
-from ghostexport.onnxfile import DTYPES
+from ghostexport.onnxfile import DTYPES, initializer
 from ghostexport.operators import FloatArray, Operator
 
 
@@ -99,8 +99,7 @@ def weight(name: str, array: FloatArray, dtype: ir.DataType) -> ir.Value:
             f"{name} is not finite in {dtype.name} (largest magnitude {np.abs(array).max():.3g}).",
             "Choose a wider operator dtype (bfloat16 or float32).",
         )
-    tensor = ir.Tensor(data, dtype=dtype, name=name)
-    return ir.Value(name=name, shape=ir.Shape(data.shape), type=ir.TensorType(dtype), const_value=tensor)
+    return initializer(ir.Tensor(data, dtype=dtype, name=name))
 
 
 class _Maker:

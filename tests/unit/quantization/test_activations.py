@@ -7,7 +7,6 @@ import torch
 from onnx import numpy_helper
 
 from ghostexport.errors import BuildError, RecipeError
-from ghostexport.execution import Execution
 from ghostexport.models.rounding import round_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
@@ -15,8 +14,7 @@ from ghostexport.quantization.inputs import Inputs, measure_inputs
 from ghostexport.quantization.reader import rounded_inputs, rounded_weights
 from ghostexport.quantization.targets import Settings, refusal
 from ghostexport.quantization.writer import quantize_graph
-from ghostexport.recipe import BuildSection, parse_recipe
-from ghostexport.runtimes import RUNTIMES
+from ghostexport.recipe import parse_recipe
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.surgery import operate
 from ghostexport.verification import compare
@@ -106,22 +104,16 @@ def test_an_int8_operator_is_rounded_per_channel_and_no_other(dense, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["SM86", "SM89", "SM120"])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_tensorrt_rtx_builds_rounded_inputs(exported, form, target, tmp_path):
-    pytest.importorskip("tensorrt_rtx")
+def test_tensorrt_rtx_builds_rounded_inputs(exported, form, target, build_rtx, tmp_path):
     dense = exported("llama-tied", "float16", vocab_size=264)
     seen = measure_inputs(dense.path, TOKENS)
     settings = Settings(activations="static", smooth=0.5 if form == "int8" else None)
     quantize_graph(dense.path, tmp_path / "q.onnx", form, settings, inputs=seen)
-    shape = BuildSection(
-        runtimes=("tensorrt-rtx",), max_batch=2, max_tokens=16, max_past=31, profiles="single",
-        compute_capability=(target,),
-    )  # fmt: skip
-    build = (tmp_path / "q.onnx", tmp_path / "e", "dense", shape, Execution())
     if refusal(form, "tensorrt-rtx", (target,)) is None:
-        assert RUNTIMES["tensorrt-rtx"].build(*build).plan_bytes > 0
+        assert build_rtx(tmp_path / "q.onnx", target).plan_bytes > 0
     else:
         with pytest.raises(BuildError, match=rf"needs SM.* and {target} is older"):
-            RUNTIMES["tensorrt-rtx"].build(*build)
+            build_rtx(tmp_path / "q.onnx", target)
 
 
 def test_what_no_kernel_multiplies_is_refused(dense, tmp_path):

@@ -2,20 +2,17 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import numpy_helper
 from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
 
 import ghostexport as gx
 from ghostexport.errors import SurgeryError
-from ghostexport.execution import Execution
 from ghostexport.quantization.conversion import convert_graph
 from ghostexport.quantization.obstacles import find_obstacle
 from ghostexport.quantization.targets import Settings
 from ghostexport.quantization.writer import quantize_graph
-from ghostexport.recipe import BuildSection
-from ghostexport.runtimes import RUNTIMES
+from tests.decoding import onnx_logits
 
 IDS = np.random.default_rng(1).integers(0, 128, (2, 9))
 
@@ -34,17 +31,10 @@ def of_onnxruntime(dense, path, symmetric=True):
 
 
 def logits(graph):
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-    mask, positions = np.ones_like(IDS), np.tile(np.arange(IDS.shape[1]), (len(IDS), 1))
-    feeds = {"input_ids": IDS, "attention_mask": mask, "position_ids": positions}
-    for value in session.get_inputs()[3:]:
-        feeds[value.name] = np.zeros((len(IDS), value.shape[1], 0, value.shape[3]), np.float32)
-    return session.run(["logits"], feeds)[0]
+    return onnx_logits(graph, [IDS], fused=False)[0]
 
 
-def test_products_of_onnxruntime_become_the_same_products_with_signed_weights(dense, tmp_path):
+def test_products_of_onnxruntime_become_the_same_products_with_signed_weights(dense, build_rtx, tmp_path):
     theirs = of_onnxruntime(dense, tmp_path / "theirs.onnx")
     products = [n for n in onnx.load(theirs).graph.node if n.op_type == "MatMulNBits"]
     assert len(products) >= 7 * 6
@@ -58,10 +48,7 @@ def test_products_of_onnxruntime_become_the_same_products_with_signed_weights(de
     assert np.abs(expected - found).max() < 1e-5 * expected.std()
     assert np.abs(expected - logits(dense)).max() > 1e-2 * expected.std()
     onnx.checker.check_model(str(tmp_path / "ours.onnx"))
-    pytest.importorskip("tensorrt_rtx")
-    shape = BuildSection(runtimes=("tensorrt-rtx",), max_batch=2, max_tokens=16, max_past=31, profiles="single")
-    engine = RUNTIMES["tensorrt-rtx"].build(tmp_path / "ours.onnx", tmp_path / "e", "dense", shape, Execution())
-    assert engine.plan_bytes > 0
+    assert build_rtx(tmp_path / "ours.onnx").plan_bytes > 0
 
 
 def test_zero_points_in_the_middle_are_none_and_others_are_refused(dense, tmp_path):

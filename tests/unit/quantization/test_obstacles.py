@@ -6,11 +6,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ghostexport.errors import BuildError
-from ghostexport.execution import Execution
 from ghostexport.quantization.obstacles import find_obstacle
 from ghostexport.quantization.targets import Settings
 from ghostexport.quantization.writer import quantize_graph
-from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
 
 
@@ -93,18 +91,14 @@ def test_our_own_graphs_have_no_obstacle(int4):
 
 
 @pytest.mark.parametrize("change", FAULTS, ids=lambda change: change.__name__)
-def test_what_the_real_builder_refuses_is_refused_before_it_starts(int4, change, tmp_path, monkeypatch):
-    pytest.importorskip("tensorrt_rtx")
+def test_what_the_real_builder_refuses_is_refused_before_it_starts(int4, change, build_rtx, tmp_path, monkeypatch):
     graph = changed(int4, change, tmp_path)
-    shape = {"max_batch": 2, "max_tokens": 16, "max_past": 31, "profiles": "single", "compute_capability": ("SM120",)}
-    settings = BuildSection(runtimes=("tensorrt-rtx",), **shape)
-    build = (graph, tmp_path / "engine", "dense", settings, Execution())
     with pytest.raises(BuildError, match=FAULTS[change]) as error:
-        RUNTIMES["tensorrt-rtx"].build(*build)
+        build_rtx(graph, "SM120")
     assert "ghostexport quantize GRAPH.onnx" in str(error.value)
     monkeypatch.setattr("ghostexport.runtimes.building.find_obstacle", lambda *_: None)
     with pytest.raises(BuildError):
-        RUNTIMES["tensorrt-rtx"].build(*build)
+        build_rtx(graph, "SM120")
     assert not list(tmp_path.glob("engine*"))
 
 

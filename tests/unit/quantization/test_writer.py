@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -27,6 +26,7 @@ from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.surgery import operate
+from tests.decoding import onnx_logits
 
 PLAN = PrunePlan.from_spans(6, [(2, 4)])
 
@@ -54,14 +54,7 @@ def logits(graph):
 
 def exact_logits(graph):
     """By the operators as they stand in the graph, nothing fused."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-    mask, positions = np.ones_like(IDS), np.tile(np.arange(IDS.shape[1]), (len(IDS), 1))
-    feeds = {"input_ids": IDS, "attention_mask": mask, "position_ids": positions}
-    for value in session.get_inputs()[3:]:
-        feeds[value.name] = np.zeros((len(IDS), value.shape[1], 0, value.shape[3]), np.float32)
-    return session.run(["logits"], feeds)[0]
+    return onnx_logits(graph, [IDS], fused=False)[0]
 
 
 def rounded_twin(graph, form, block, folder, head):
@@ -217,22 +210,18 @@ def test_a_fold_into_a_quantised_graph_gives_what_quantising_the_folded_graph_gi
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["SM86", "SM89", "SM120"])
 @pytest.mark.parametrize("form", FORMS)
-def test_tensorrt_rtx_builds_what_the_table_says_and_nothing_else(ghost, form, target, tmp_path, monkeypatch):
-    pytest.importorskip("tensorrt_rtx")
+def test_tensorrt_rtx_builds_what_the_table_says_and_nothing_else(
+    ghost, form, target, build_rtx, tmp_path, monkeypatch
+):
     quantize_graph(ghost, tmp_path / "q.onnx", form, Settings(head="same"))
-    settings = BuildSection(
-        runtimes=("tensorrt-rtx",), max_batch=2, max_tokens=16, max_past=31, profiles="single",
-        compute_capability=(target,),
-    )  # fmt: skip
-    build = (tmp_path / "q.onnx", tmp_path / "e", "ghost", settings, Execution())
     if refusal(form, "tensorrt-rtx", (target,)) is None:
-        assert RUNTIMES["tensorrt-rtx"].build(*build).plan_bytes > 0
+        assert build_rtx(tmp_path / "q.onnx", target).plan_bytes > 0
         return
     with pytest.raises(BuildError, match=rf"needs SM.* and {target} is older"):
-        RUNTIMES["tensorrt-rtx"].build(*build)
+        build_rtx(tmp_path / "q.onnx", target)
     monkeypatch.setattr("ghostexport.runtimes.nvinfer.builder.refuse_forms", lambda *_: None)
     with pytest.raises(BuildError, match="HW-specific datatypes"):
-        RUNTIMES["tensorrt-rtx"].build(*build)
+        build_rtx(tmp_path / "q.onnx", target)
 
 
 def test_a_bfloat16_graph_in_four_bit_floats_has_a_twin_that_the_cpu_runs(exported, tmp_path):
