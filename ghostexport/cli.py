@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from ghostexport import commands, depths, execution, verbs
+from ghostexport.arguments import resolve, spans_of
 from ghostexport.errors import GhostExportError, RecipeError
 from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS, colon_spans, merged
-from ghostexport.resolving import resolve, spans_of
 
 #: The exit code that Typer gives an interrupted command.
 INTERRUPTED = 130

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ghostexport import verbs
-from ghostexport.resolving import resolve
+from ghostexport.arguments import resolve
 
 if TYPE_CHECKING:
     from ghostexport.execution import Execution

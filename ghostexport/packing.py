@@ -19,7 +19,7 @@ from typing import Any
 from ghostexport.errors import RunFolderError
 from ghostexport.files import atomic_folder, atomic_path, require_space, sha256_file
 from ghostexport.manifest import fingerprints, matches
-from ghostexport.pipeline import STAGES, needs_of
+from ghostexport.pipeline import STAGES
 from ghostexport.recipe import float_variant, parse_recipe, read_recipe
 from ghostexport.runfolder import RunFolder
 from ghostexport.validation import require_name
@@ -142,9 +142,7 @@ def _manifest(folder: RunFolder, chosen: Sequence[str], files: Mapping[str, Path
         found = {key: files[key] for key in sorted(own)}
         stages[stage.name] = entry | {
             "machine": "packed",  # wherever it is unpacked, none of this ran
-            "inputs": {
-                key: record for need in needs_of(stage, recipe) for key, record in stages[need]["outputs"].items()
-            },
+            "inputs": {key: record for need in stage.needed(recipe) for key, record in stages[need]["outputs"].items()},
             "outputs": {key: record | {"mtime_ns": _TIME * 10**9} for key, record in fingerprints(found).items()},
         }
     return manifest | {"stages": stages, "variants": list(chosen)}

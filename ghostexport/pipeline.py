@@ -49,6 +49,10 @@ class Stage:
     sections: tuple[str, ...]
     packages: tuple[str, ...]
 
+    def needed(self, recipe: Recipe) -> list[str]:
+        """Those of ``needs`` that run with this recipe."""
+        return [need for need in self.needs if need != QUANTIZE or recipe.quantize.format]
+
 
 def calibrate(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Path]:
     """Draws token windows for calibration and, from other documents, held-out windows."""
@@ -325,7 +329,7 @@ def _is_current(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Exec
 
 def _depends_on(stage: Stage, folder: RunFolder, recipe: Recipe) -> tuple[str, list[Path], dict[str, str]]:
     """Hash of the stage's sections, the files it reads, and the versions of its packages."""
-    inputs = [path for need in needs_of(stage, recipe) for path in folder.outputs(need)]
+    inputs = [path for need in stage.needed(recipe) for path in folder.outputs(need)]
     return recipe.section_sha256(stage.sections), inputs, versions_of(stage.packages)
 
 
@@ -364,13 +368,8 @@ def _wanted(goal: str, recipe: Recipe) -> list[Stage]:
     while frontier:
         name = frontier.pop()
         wanted.add(name)
-        frontier += needs_of(by_name[name], recipe)
+        frontier += by_name[name].needed(recipe)
     return [stage for stage in STAGES if stage.name in wanted]
-
-
-def needs_of(stage: Stage, recipe: Recipe) -> list[str]:
-    """The stages whose files a stage reads in this recipe."""
-    return [need for need in stage.needs if need != QUANTIZE or recipe.quantize.format]
 
 
 def _outside(stage: Stage, recipe: Recipe, execution: Execution) -> Outside:
