@@ -19,7 +19,7 @@ $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	touch $@
 
 $(VENV)/test-installed: $(VENV)/installed
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,tensorrt-rtx,report,eval,data,dev,docs]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,tensorrt-rtx,report,eval,data,runtimes,dev,docs]'
 	touch $@
 
 demo: $(VENV)/installed

@@ -228,7 +228,7 @@ def code_sha256() -> str:
 def is_wanted(path: Path, again: bool) -> bool:
     if not path.exists():
         return True
-    row = json.loads(path.read_text())
+    row = json.loads(path.read_text(encoding="utf-8"))
     finished = set(row["cells"]) == set(CELLS)
     passed = finished and all(cell["state"] != "failed" for cell in row["cells"].values())
     return not finished or (again and (not passed or row["code"] != code_sha256()))

@@ -112,7 +112,7 @@ def work(what: str, graph: Path, output: Path) -> None:
 
 
 def _io() -> dict[str, int]:
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines())
     return {"read_bytes": int(lines["rchar"]), "written_bytes": int(lines["wchar"])}
 
 

@@ -130,7 +130,7 @@ def measured(start: tuple[float, int]) -> dict[str, Any]:
 
 def peak() -> int:
     """Peak resident memory of this process in KiB. Not ``ru_maxrss``: a child inherits that from its parent."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0])
 
 

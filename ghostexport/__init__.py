@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ghostexport.api import recover as recover
     from ghostexport.api import save as save
     from ghostexport.api import select as select
+    from ghostexport.api import split as split
     from ghostexport.api import surgery as surgery
     from ghostexport.api import verify as verify
     from ghostexport.benchmarking.result import BenchReport as BenchReport

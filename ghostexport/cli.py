@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ghostexport import commands, depths, execution, verbs
-from ghostexport.arguments import resolve, spans_of
-from ghostexport.errors import GhostExportError, RecipeError
-from ghostexport.flags import COMPAT, FLAGS, PANELS, VERBS, colon_spans, merged
+from ghostexport import execution
+from ghostexport.commands import depths, telling, using
+from ghostexport.commands.arguments import resolve, spans_of
+from ghostexport.commands.flags import COMPAT, FLAGS, PANELS, VERBS, colon_spans, merged
+from ghostexport.errors import GhostExportError, RecipeError, RuntimeUnavailableError, explained_at
 
 #: The exit code that Typer gives an interrupted command.
 INTERRUPTED = 130
@@ -54,6 +55,14 @@ RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", help="Recipe file; flags override it.", rich_help_panel=HOW)
 ]
 Device = Annotated[str, typer.Option(help="PyTorch device: auto, cpu, cuda, cuda:1.", rich_help_panel=HOW)]
+Streaming = Annotated[
+    bool | None,
+    typer.Option(
+        help="Leave the weights in their files and go through the model block by block; else where memory is short.",
+        rich_help_panel=HOW,
+        show_default=False,
+    ),
+]
 Plan = Annotated[
     str | None,
     typer.Option(help="Spans to remove: [[10, 17]] half-open, or a plan.json.", rich_help_panel=PANELS["select"]),
@@ -112,7 +121,7 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
         if values.get("to") is not None:
             ends = {"engine": goal, "checkpoint": "checkpoint"}
             last = ends[require_name(values["to"], ends, "goal")]
-        how = {name: values.get(name) for name in ("device", "timing_cache")}
+        how = {name: values.get(name) for name in ("device", "streaming", "timing_cache")}
         _run_to(last, values["target"], values["output"], values["recipe"], given, values["json"], **how)
 
     own: dict[str, tuple[Any, Any]] = {"target": (Target, ...), "output": (Output, None)}
@@ -120,7 +129,12 @@ def _stage_command(goal: str, sections: tuple[str, ...]) -> Any:
     own |= {"hardware": (Hardware, None)} if {"quantize", "build"} <= set(sections) else {}
     own |= {"compat": (Compat, None)} if {"calibration", "select"} <= set(sections) else {}
     own |= {flag: (entry.annotation(flag), None) for flag, entry in flags.items()}
-    own |= {"recipe": (RecipeFile, None), "device": (Device, "auto"), "json": (verbs.Json, False)}
+    own |= {
+        "recipe": (RecipeFile, None),
+        "device": (Device, "auto"),
+        "streaming": (Streaming, None),
+        "json": (telling.Json, False),
+    }
     own |= {"timing_cache": (TimingCache, None), "to": (To, None)} if goal == "build" else {}
     command.__annotations__ = {name: annotation for name, (annotation, _) in own.items()}
     command.__signature__ = python_inspect.Signature(  # type: ignore[attr-defined]
@@ -143,7 +157,7 @@ for _verb in VERBS:
         _stage_command(_verb.stage, _verb.sections)
     )
 
-for _more in (verbs, depths, commands):
+for _more in (telling, depths, using):
     app.registered_commands += _more.app.registered_commands
 
 
@@ -160,14 +174,14 @@ def surgery(
     self_contained: Annotated[bool, typer.Option(help="Write a data file of its own.")] = False,
     kv_pattern: KVPattern = None,
     dry_run: Annotated[bool, typer.Option(help="Report what would be done; write nothing.")] = False,
-    json: verbs.Json = False,
+    json: telling.Json = False,
 ) -> None:
     """Cut blocks out of an exported graph and splice operators in (or run the surgery stage of a run folder)."""
     if not target.endswith(".onnx"):
         _run_to("surgery", target, output, None, {}, json)
         return
     from ghostexport import api
-    from ghostexport import show as screen
+    from ghostexport.commands import graph_screen
     from ghostexport.files import write_bytes
     from ghostexport.operators import load_operators
     from ghostexport.plan import PrunePlan
@@ -197,24 +211,24 @@ def surgery(
         kv_pattern=kv_pattern,
         dry_run=dry_run,
     )
-    screen.print_surgery(report, json)
+    graph_screen.print_surgery(report, json)
 
 
 @app.command(rich_help_panel=GRAPHS)
 def quantize(
     target: Annotated[str, typer.Argument(help="ONNX file of a float decoder, or a run folder.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write into.")] = None,
-    form: Annotated[list[str] | None, typer.Option("--format", help="int4 (default), int8, fp8, nvfp4.")] = None,
+    form: Annotated[list[str] | None, typer.Option("--format", help="int4 (default), int8, fp8, mxfp8, nvfp4.")] = None,
     block: Annotated[int | None, typer.Option(help="Inputs per scale; default: what divides every weight.")] = None,
     scales: Annotated[str | None, typer.Option(help="search (default), or absmax.")] = None,
     head: Annotated[str | None, typer.Option(help="Head and tied embedding: keep (default), int8, same.")] = None,
-    activations: Annotated[str | None, typer.Option(help="none (default), or static: inputs are rounded too.")] = None,
-    smooth: Annotated[float | None, typer.Option(help="SmoothQuant's exponent for static inputs.")] = None,
+    activations: Annotated[str | None, typer.Option(help="none (default); inputs too: static, dynamic.")] = None,
+    smooth: Annotated[float | None, typer.Option(help="SmoothQuant's exponent for rounded inputs.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="A run's calibration file: scales are weighted by what the graph sees on it.")
     ] = None,
     convert: Annotated[bool, typer.Option("--convert", help="Rewrite a graph that others quantised, exactly.")] = False,
-    json: verbs.Json = False,
+    json: telling.Json = False,
 ) -> None:
     """Quantise the weights of an exported graph (or run the quantize stage of a run folder)."""
     given = {"block": block, "scales": scales, "head": head, "activations": activations, "smooth": smooth}
@@ -222,7 +236,7 @@ def quantize(
         _run_to("quantize", target, output, None, {"quantize": {"format": form} | given}, json)
         return
     from ghostexport import api
-    from ghostexport import show as screen
+    from ghostexport.commands import graph_screen, screen
     from ghostexport.execution import Execution
     from ghostexport.recipe import QuantizeSection
 
@@ -243,30 +257,42 @@ def quantize(
                 settings=settings,
                 execution=Execution(**callbacks),
             )
-            screen.print_quantization(report, json)
+            graph_screen.print_quantization(report, json)
+
+
+@app.command(rich_help_panel=GRAPHS)
+def split(
+    graph: Annotated[Path, typer.Argument(help="ONNX file of a decoder that takes token ids.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write into.")],
+) -> None:
+    """Take the token embedding out of a graph: the decoder then takes vectors, of tokens as of images and sound."""
+    from ghostexport import api
+
+    for made in api.split(graph, output):
+        typer.echo(made)
 
 
 @app.command(rich_help_panel=GRAPHS)
 def inspect(
     graph: Annotated[Path, typer.Argument(help="ONNX file of a decoder.")],
-    json: verbs.Json = False,
+    json: telling.Json = False,
     kv_pattern: KVPattern = None,
 ) -> None:
     """Show what surgery sees in a graph: producer, blocks, boundaries, KV cache, obstacles."""
-    from ghostexport import show as screen
+    from ghostexport.commands import graph_screen
     from ghostexport.surgery import inspect_graph
 
-    screen.print_graph(inspect_graph(graph, ",".join(kv_pattern or ()) or None), as_json=json)
+    graph_screen.print_graph(inspect_graph(graph, ",".join(kv_pattern or ()) or None), as_json=json)
 
 
 @app.command(rich_help_panel=GRAPHS)
 def swap(
     engine: Annotated[Path, typer.Argument(help="An engine's sidecar JSON in engines/<runtime>/.")],
     operator: Annotated[Path, typer.Option(help="Operator file (.safetensors) to put in.")],
-    json: verbs.Json = False,
+    json: telling.Json = False,
 ) -> None:
     """Put another operator into a built engine, without a rebuild."""
-    from ghostexport import show as screen
+    from ghostexport.commands import screen
     from ghostexport.execution import Execution
     from ghostexport.runtimes import swap_operator
 
@@ -285,11 +311,11 @@ def _run_to(
     **how: Any,
 ) -> None:
     from ghostexport import distributed, pipeline
-    from ghostexport import show as screen
+    from ghostexport.commands import screen
     from ghostexport.execution import Execution
 
     if goal == "build" and target.endswith(".onnx"):
-        commands.build_graph(Path(target), output, flags, how)
+        using.build_graph(Path(target), output, flags, how)
         return
     recipe, folder = resolve(target, output, recipe_file, flags)
     with distributed.joined(folder, goal) as own:
@@ -302,6 +328,11 @@ def _run_to(
     screen.print_run(folder.path, json)
 
 
+def _complain(message: str, kind: type[GhostExportError]) -> None:
+    colour = "red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
+    typer.secho(f"error: {message}\nsee {explained_at(kind)}", err=True, fg=colour)
+
+
 def main() -> None:
     """Entry point of the ``ghostexport`` command."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop cleans up as Ctrl-C does
@@ -310,17 +341,14 @@ def main() -> None:
     except GhostExportError as error:
         if execution.talk.verbose:
             traceback.print_exc()
-        typer.secho(
-            f"error: {error}", err=True, fg="red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
-        )
+        _complain(str(error), type(error))
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
-        typer.echo(
-            f"error: this needs {error.name}, which a device has not.\npip install 'ghostexport[host]'", err=True
-        )
-        sys.exit(2)
+        needed = f"This needs {error.name}, which a device has not.\npip install 'ghostexport[host]'"
+        _complain(needed, RuntimeUnavailableError)
+        sys.exit(RuntimeUnavailableError.exit_code)
     except SystemExit as end:
         if end.code == INTERRUPTED:
             typer.echo("interrupted; finished stages are kept, run the same command to continue", err=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+#: The page that explains every kind of error below a heading with its name; ``reference/errors.md`` of the site.
+PAGE = Path(__file__).with_suffix(".md")
+
 
 class GhostExportError(Exception):
     """Base of all errors shown without a traceback.
@@ -87,3 +92,16 @@ class BuildError(GhostExportError):
     def __init__(self, message: str, remedy: str | None = None, *, log: str = "") -> None:
         super().__init__(f"{message}\n{log}" if log else message, remedy)
         self.log = log
+
+
+def explained_at(kind: type[GhostExportError]) -> str:
+    """The address where a kind of error is explained: on the site that the package names, else the page it brings."""
+    from importlib import metadata
+
+    try:
+        named = metadata.metadata("ghostexport").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        named = []
+    site = dict(entry.split(", ", 1) for entry in named).get("Documentation")
+    page = f"{site.rstrip('/')}/reference/errors.html" if site else str(PAGE)
+    return f"{page}#{kind.__name__.lower()}"

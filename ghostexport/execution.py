@@ -29,6 +29,8 @@ class Execution:
     Attributes:
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... for PyTorch work; ``split`` for all devices together.
         memory: bytes of a split model that each device may hold (``0``, ``1``, ... and ``cpu``); None for all there is.
+        streaming: whether a model's weights stay in the files they are mapped from, passes going through it block by
+            block; None: where memory does not hold them.
         timing_cache: file of measured kernel timings that builds read and extend; None keeps none.
         scratch: folder in which long work keeps what it needs to go on after an interruption; None for nowhere.
         progress: called as ``progress(task, done, total)``; behind `` · `` in ``task`` stands how it is going.
@@ -38,6 +40,7 @@ class Execution:
 
     device: str = "auto"
     memory: Mapping[int | str, int] | None = None
+    streaming: bool | None = None
     timing_cache: Path | None = None
     scratch: Path | None = None
     progress: Progress = field(default=lambda task, done, total: None)

@@ -60,7 +60,8 @@ def count_blocks(model: str) -> int:
 
 
 def find_config(model: str, remedy: str, revision: str | None = None) -> Path:
-    """The configuration of a model: the file itself, that of a folder, or of the Hub's cache or site.
+    """The configuration of a model: the file itself, that of a folder, a packaged model or a ``.gguf`` file,
+    or of the Hub's cache or site.
 
     Raises:
         RecipeError: there is none; ``remedy`` is the way out.
@@ -71,7 +72,13 @@ def find_config(model: str, remedy: str, revision: str | None = None) -> Path:
     if path.exists():
         if (path / "config.json").exists():
             return path / "config.json"
-        raise RecipeError(f"{path} has no config.json.", remedy)
+        if path.suffix != ".gguf":
+            raise RecipeError(f"{path} has no config.json.", remedy)
+    if path.suffix == ".gguf" or "/" not in model:
+        from ghostexport.models.sources import PACKAGED, resolve_source
+
+        if path.suffix == ".gguf" or model in PACKAGED:
+            return resolve_source(model) / "config.json"
     try:
         from huggingface_hub import hf_hub_download
 

@@ -1,4 +1,4 @@
-"""Twins of graphs for ONNX Runtime's CPU provider, which has no kernels for bfloat16 and for four-bit floats.
+"""Twins of graphs for ONNX Runtime's CPU provider, which has no kernels for bfloat16, MXFP8 and four-bit floats.
 
 A twin checks there what can be checked: that the graph computes the model's function. The float32 twin has the same
 nodes, every bfloat16 or float16 type widened; it does not check bfloat16 rounding.
@@ -14,10 +14,11 @@ import onnx_ir as ir
 
 from ghostexport.onnxfile import load_graph, values
 from ghostexport.quantization.reader import write_unpacked
+from ghostexport.quantization.targets import weight_form
 from ghostexport.runtimes.interface import read_interface
 
-FOUR_BIT_FLOAT_NOTE = (
-    "ONNX Runtime has no kernels for four-bit floats on the CPU: the weights were unpacked to what they stand for."
+UNPACKED_NOTE = (
+    "ONNX Runtime has no kernels for this format on the CPU: the weights were unpacked to what they stand for."
 )
 BFLOAT16_NOTE = (
     "ONNX Runtime has no bfloat16 kernels on the CPU: both sides were widened to float32 and compared there; "
@@ -36,9 +37,9 @@ def for_cpu(graph: Path, dtype: str, folder: Path) -> tuple[Path, str]:
         folder: an empty one.
     """
     notes = []
-    if "FLOAT4E2M1" in read_interface(graph).weight_types:
+    if weight_form(read_interface(graph).weight_types) in ("mxfp8", "nvfp4"):
         graph = write_unpacked(graph, folder)
-        notes.append(FOUR_BIT_FLOAT_NOTE)
+        notes.append(UNPACKED_NOTE)
     if dtype == "bfloat16":
         widened = folder / "float32"  # of its own: the unpacked graph is read while this one is written
         widened.mkdir()

@@ -24,9 +24,8 @@ class Hardware:
         opset: of the export.
         ahead_of_time: engines for it can be built on another machine, without the device.
         why: choice -> reason.
-        bandwidth: published memory bandwidth in GB/s, of the slowest device that goes by the name; None where it is
-            measured.
-        slowest: that device.
+        bandwidth: published memory bandwidth in GB/s of one device that goes by the name; None where it is measured.
+        bandwidth_of: that device, and what others have.
     """
 
     title: str
@@ -38,7 +37,7 @@ class Hardware:
     ahead_of_time: bool
     why: Mapping[str, str]
     bandwidth: float | None = None
-    slowest: str = ""
+    bandwidth_of: str = ""
 
     def bytes_per_second(self, given: float | None = None) -> float:
         """Memory bandwidth: that given in GB/s, else the published one, else that of this machine, measured."""
@@ -49,6 +48,12 @@ class Hardware:
         measured = measure_ceilings()
         assert measured is not None  # float32 on the CPU can be measured everywhere
         return measured.bytes_per_second
+
+    def whose_bandwidth(self, given: float | None = None) -> str:
+        """Where :meth:`bytes_per_second` is from, in words."""
+        if given is not None:
+            return "as given"
+        return f"published for {self.bandwidth_of}" if self.bandwidth_of else "measured on this machine"
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -100,18 +105,18 @@ _ORIN = {
 }
 
 
-def _jetson(title: str, bandwidth: float, slowest: str) -> Hardware:
-    return Hardware(title, "SM87", "tensorrt", "float16", "int4", 21, False, _ORIN, bandwidth, slowest)
+def _jetson(title: str, bandwidth: float, bandwidth_of: str) -> Hardware:
+    return Hardware(title, "SM87", "tensorrt", "float16", "int4", 21, False, _ORIN, bandwidth, bandwidth_of)
 
 
-def _rtx(title: str, capability: str, bandwidth: float, slowest: str) -> Hardware:
+def _rtx(title: str, capability: str, bandwidth: float, bandwidth_of: str) -> Hardware:
     why = {"runtime": _RTX, "dtype": _HALF, "format": _FOUR_BITS, "opset": _OPSET}
-    return Hardware(title, capability, "tensorrt-rtx", "float16", "int4", 21, True, why, bandwidth, slowest)
+    return Hardware(title, capability, "tensorrt-rtx", "float16", "int4", 21, True, why, bandwidth, bandwidth_of)
 
 
 HARDWARE: Mapping[str, Hardware] = {
     "orin": _jetson("Jetson AGX Orin or Orin NX", 102.4, "Orin NX; AGX Orin has 204.8"),
-    "orin-nano": _jetson("Jetson Orin Nano", 68.0, "8 GB module; 102 in its Super mode"),
+    "orin-nano": _jetson("Jetson Orin Nano", 68.0, "the 8 GB module; 102 in its Super mode, 34 the 4 GB module"),
     "thor": Hardware(
         "Jetson Thor",
         "SM110",
@@ -124,9 +129,9 @@ HARDWARE: Mapping[str, Hardware] = {
         273.0,
         "T5000",
     ),
-    "rtx30": _rtx("GeForce RTX 30 series", "SM86", 360.0, "RTX 3060 12 GB"),
-    "rtx40": _rtx("GeForce RTX 40 series", "SM89", 272.0, "RTX 4060"),
-    "rtx50": _rtx("GeForce RTX 50 series", "SM120", 448.0, "RTX 5060"),
+    "rtx30": _rtx("GeForce RTX 30 series", "SM86", 360.0, "RTX 3060 12 GB; RTX 3050 8 GB has 224, RTX 3090 936"),
+    "rtx40": _rtx("GeForce RTX 40 series", "SM89", 272.0, "RTX 4060; RTX 4090 has 1008"),
+    "rtx50": _rtx("GeForce RTX 50 series", "SM120", 448.0, "RTX 5060; RTX 5090 has 1792"),
     "cpu": Hardware(
         "a CPU",
         "",

@@ -348,9 +348,9 @@ def _run_stage(stage: Stage, folder: RunFolder, recipe: Recipe, execution: Execu
 
 def _require_capacity(stage: str, folder: RunFolder, recipe: Recipe, execution: Execution) -> None:
     try:
-        from ghostexport import capacity
-        from ghostexport.estimate import require_capacity
         from ghostexport.models.shape import read_shape
+        from ghostexport.sizing import capacity
+        from ghostexport.sizing.estimate import require_capacity
 
         shape = read_shape(source_of(recipe, execution), recipe.model.trust_remote_code)
     except (ImportError, GhostExportError, OSError):  # no model here, as on a device
@@ -361,7 +361,7 @@ def _require_capacity(stage: str, folder: RunFolder, recipe: Recipe, execution: 
 
 def _wanted(goal: str, recipe: Recipe) -> list[Stage]:
     if goal == QUANTIZE and not recipe.quantize.format:
-        raise RecipeError("No format to quantise to is named.", "Give --format int4 (or int8, fp8, nvfp4).")
+        raise RecipeError("No format to quantise to is named.", "Give --format int4 (or int8, fp8, mxfp8, nvfp4).")
     by_name = {stage.name: stage for stage in STAGES}
     wanted: set[str] = set()
     frontier = ["recover" if goal == CHECKPOINT else goal]

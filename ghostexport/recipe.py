@@ -318,6 +318,11 @@ def float_variant(name: str) -> str:
     return name.partition(".")[0]
 
 
+def is_repaired(variant: str) -> bool:
+    """Whether a variant, float or quantised, has operators; ``dense.int4`` has none."""
+    return float_variant(variant) not in ("dense", "pruned")
+
+
 def base_operator(name: str) -> str:
     """The kind of an operator name, without ``+refit``."""
     return name.removesuffix(REFIT)

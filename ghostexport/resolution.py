@@ -28,12 +28,9 @@ def config_of(recipe: Recipe) -> Path:
         RecipeError: there is none.
     """
     from ghostexport.first_recipe import find_config
-    from ghostexport.models.sources import PACKAGED
 
-    source = recipe.model.source
-    if source not in PACKAGED and not source.endswith(".gguf"):
-        with contextlib.suppress(RecipeError):  # such as a repository of GGUF files
-            return find_config(source, "", recipe.model.revision)
+    with contextlib.suppress(RecipeError):  # such as a repository of GGUF files
+        return find_config(recipe.model.source, "", recipe.model.revision)
     return source_of(recipe, Execution()) / "config.json"
 
 
@@ -107,10 +104,10 @@ def choose_dtype(recipe: Recipe, execution: Execution, memory: int | None = None
     A GPU gets the checkpoint's own half precision: bfloat16 of a bfloat16 checkpoint, whose activations float16 may
     not hold, else float16. A CPU gets float32, which its kernels are for, unless its memory is too small for that.
     """
-    from ghostexport.capacity import has_gpu, measure_machine
-    from ghostexport.estimate import gigabytes
     from ghostexport.models.shape import read_shape
-    from ghostexport.needs import needs_of
+    from ghostexport.sizing.capacity import has_gpu, measure_machine
+    from ghostexport.sizing.estimate import gigabytes
+    from ghostexport.sizing.needs import needs_of
 
     try:
         shape = read_shape(config_of(recipe), recipe.model.trust_remote_code)

@@ -30,7 +30,7 @@ from ghostexport.manifest import (
 )
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import float_variant
+from ghostexport.recipe import float_variant, is_repaired
 from ghostexport.runfiles import RunFiles
 
 #: Folders that calibrate, select and recover never read, and that may be large.
@@ -114,10 +114,9 @@ class RunFolder:
 
     def read_operators(self, variant: str) -> OperatorSet | None:
         """The operators of a variant, float or quantised; None for ``dense`` and ``pruned``, which have none."""
-        name = float_variant(variant)
-        if name in ("dense", "pruned"):
+        if not is_repaired(variant):
             return None
-        return load_operators(self.require(self.operators_path(name), "recover"))
+        return load_operators(self.require(self.operators_path(float_variant(variant)), "recover"))
 
     def read_parity(self) -> dict[str, Any]:
         """Variant -> parity report; empty before the stage has run."""

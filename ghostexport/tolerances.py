@@ -28,3 +28,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 #: For inputs that are rounded: where sums differ in their last bits, an input falls on the other side of a step.
 ROUNDED = Tolerance(relative=0.2, kl=1e-3)
+
+#: For the float32 twin of a bfloat16 graph: exporters round a model's Python scalars (Granite's multipliers, the limits
+#: of gpt-oss) to 8 bits, so up to 2^-9 = 0.002 of their value, and PyTorch does not. Tiny models show 7e-3 and 9e-7.
+ROUNDED_SCALARS = Tolerance(relative=2e-2, kl=1e-5)

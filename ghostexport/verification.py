@@ -31,7 +31,7 @@ from ghostexport.quantization.reader import rounded_inputs
 from ghostexport.runtimes.interface import read_interface
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.runtimes.ort.ort_session import OrtSession
-from ghostexport.tolerances import ROUNDED, TOLERANCES, Tolerance
+from ghostexport.tolerances import ROUNDED, ROUNDED_SCALARS, TOLERANCES, Tolerance
 
 SHORT, LONG = 7, 24
 PART = 64  # tokens of a prefill at once: logits of a whole window can be gigabytes
@@ -147,7 +147,8 @@ class Reference:
     def compare(self, graph: Path, variant: str = "dense") -> ParityReport:
         """Runs ``graph``, that of the same change, on ONNX Runtime's CPU provider; a difference is in the report."""
         rounds = bool(rounded_inputs(graph))
-        tolerance = ROUNDED if rounds else TOLERANCES[self.computed_in]
+        exact = ROUNDED_SCALARS if self.dtype == "bfloat16" else TOLERANCES[self.computed_in]
+        tolerance = ROUNDED if rounds else exact
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=graph.parent) as folder:
             runnable, note = for_cpu(graph, self.dtype, Path(folder))
             outputs = tuple(self._measured(open_graph(runnable, lean=True), tolerance))

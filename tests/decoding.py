@@ -28,12 +28,15 @@ def session(path: Path, fused: bool = True) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def onnx_logits(path: Path, chunks: Sequence[NDArray[np.int64]], fused: bool = True) -> list[NDArray[np.float32]]:
+def onnx_logits(
+    path: Path, chunks: Sequence[NDArray[np.int64]], fused: bool = True, embedding: Path | None = None
+) -> list[NDArray[np.float32]]:
     """Logits of each chunk of tokens ``(B, T)``, fed one after the other through the KV cache.
 
     A graph without a cache gets all tokens so far each time. Where a graph leaves head count and head size open, they
-    are those of the fixtures (2 and 16).
+    are those of the fixtures (2 and 16). ``embedding`` makes the vectors of a graph that takes no ids.
     """
+    embed = None if embedding is None else session(embedding, fused)
     run = session(path, fused)
     inputs = {i.name: i for i in run.get_inputs()}
     outputs = [o.name for o in run.get_outputs()]
@@ -54,6 +57,8 @@ def onnx_logits(path: Path, chunks: Sequence[NDArray[np.int64]], fused: bool = T
                 )
                 cache[name] = np.zeros((batch, heads, 0, dim), _NUMPY[inputs[name].type])
         feeds: dict[str, NDArray[Any]] = {"input_ids": ids, **cache}
+        if embed is not None:
+            feeds["inputs_embeds"] = np.asarray(embed.run(None, {"input_ids": ids})[0])
         feeds["attention_mask"] = np.ones((batch, past + tokens), np.int64)
         feeds["position_ids"] = np.broadcast_to(np.arange(past, past + tokens), (batch, tokens))
         feeds["use_cache_branch"] = np.array([past > 0])

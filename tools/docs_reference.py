@@ -15,7 +15,7 @@ from typing import Any
 from typer.main import get_command
 
 from ghostexport import errors
-from ghostexport.cli import INTERRUPTED, app
+from ghostexport.cli import app
 from ghostexport.quantization.targets import HEADS, SCALES, SMALLEST_SM
 from ghostexport.recipe import QUALITIES, Recipe
 from ghostexport.runtimes import RUNTIMES
@@ -78,29 +78,6 @@ def recipe_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def errors_page() -> str:
-    """Exit codes, and every exception with what to do about it."""
-    lines = [
-        "# Errors and exit codes",
-        "",
-        "An error is one message, what is wrong, where, and what to do, on standard error. A traceback is a bug.",
-        "",
-        "| exit code | meaning |",
-        "|---|---|",
-        "| 0 | done |",
-        f"| {errors.ParityError.exit_code} | two models that must agree do not; or, with a traceback, a bug |",
-        f"| {errors.GhostExportError.exit_code} | what was asked cannot be done; the message says what to change |",
-        f"| {INTERRUPTED} | interrupted; finished stages are kept, the same command goes on |",
-        "",
-        "| error | meaning and remedy | exit code |",
-        "|---|---|---|",
-    ]
-    for name, kind in vars(errors).items():
-        if inspect.isclass(kind) and issubclass(kind, errors.GhostExportError) and kind is not errors.GhostExportError:
-            lines.append(f"| `{name}` | {_cell(inspect.getdoc(kind) or '')} | {kind.exit_code} |")
-    return "\n".join(lines) + "\n"
-
-
 def results_page(name: str) -> Callable[[], str]:
     """A committed table of results."""
     return lambda: (RESULTS / name).read_text(encoding="utf-8")
@@ -110,7 +87,7 @@ def results_page(name: str) -> Callable[[], str]:
 PAGES: Mapping[str, Callable[[], str]] = {
     "reference/cli.md": cli_page,
     "reference/recipe.md": recipe_page,
-    "reference/errors.md": errors_page,
+    "reference/errors.md": lambda: errors.PAGE.read_text(encoding="utf-8"),
     "reference/architectures.md": results_page("architectures.md"),
     "results/healing.md": results_page("healing.md"),
     "results/quality.md": results_page("quality.md"),

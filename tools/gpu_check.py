@@ -24,12 +24,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ghostexport.deploy import engine_folder
 from ghostexport.execution import Execution
 from ghostexport.files import write_json
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES, doctor
 from ghostexport.runtimes.gpu import find_gpu
+from ghostexport.runtimes.interface import read_interface
+from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.serving.generation import generate
 
 #: Largest logit difference to ONNX Runtime on the CPU, relative to the largest logit: TF32 has 10 mantissa bits.
@@ -72,6 +75,8 @@ class Check:
         for variant in self.engines:
             self.step(f"parity {variant}", lambda variant=variant: self.parity(variant, self.engines[variant]))  # type: ignore[misc]
         self.step("swap operator", self.swap)
+        if self.runtime.name in engine_folder.MODULES:
+            self.step("deployed run.py", self.deployed)
         self.step("timing", self.timing)
         return self.steps
 
@@ -110,6 +115,21 @@ class Check:
         swapped = self.runtime.swap(self.engines["ghost"], self.other, self.folder / "swapped", Execution(say=print))
         seconds = time.monotonic() - started
         return {"swap_seconds": round(seconds, 3), **self.parity(self.other.name, swapped)}
+
+    def deployed(self) -> dict[str, Any]:
+        """The file that deploy puts beside an engine against ONNX Runtime: logits behind a prompt, greedy tokens."""
+        graph, engine, folder = self.graphs["ghost"], self.engines["ghost"], self.folder / "deployed"
+        folder.mkdir()
+        engine_folder.write_engine(engine, read_interface(graph).kv, (), self.settings.max_past + 1, folder)
+        prompt = np.random.default_rng(1).integers(3, 120, (1, 150))  # two calls of the prefill profile
+        [(logits, tokens)] = engine_folder.run(folder, [prompt[0].tolist()], 32)
+        session = open_graph(graph)
+        expected = session.forward(prompt, session.new_cache(1))[0][0, -1]
+        worst = float(np.abs(logits - expected).max() / np.abs(expected).max())
+        if worst > TOLERANCE[engine.inputs[-1].dtype]:
+            raise AssertionError(f"relative error {worst:.2e}")
+        same = float((np.array(tokens) == generate(session, prompt, 32)[0]).mean())
+        return {"relative_error": worst, "same_tokens": same}
 
     def timing(self) -> dict[str, Any]:
         """Median seconds of prefill (128 tokens) and decode (256 past) of every variant, interleaved."""

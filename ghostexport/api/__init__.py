@@ -14,7 +14,7 @@ Options are the keys of the verb's recipe section, with its defaults; they are v
 those of :mod:`ghostexport.errors`. Stages of the pipeline are the same functions between files.
 """
 
-from ghostexport.api.graphs import bench, build, convert, export, quantize, surgery, verify
+from ghostexport.api.graphs import bench, build, convert, export, quantize, split, surgery, verify
 from ghostexport.api.repairing import apply, calibrate, evaluate, load, recover, save, select
 
 #: In the order of the pipeline.
@@ -30,6 +30,7 @@ __all__ = [  # noqa: RUF022
     "surgery",
     "quantize",
     "convert",
+    "split",
     "verify",
     "build",
     "bench",

@@ -134,9 +134,9 @@ def quantize(
     Args:
         graph: ONNX file of a float decoder, of any producer.
         output: the new ONNX file; its report lies beside it.
-        form: ``int4``, ``int8``, ``fp8`` or ``nvfp4``.
+        form: ``int4``, ``int8``, ``fp8``, ``mxfp8`` or ``nvfp4``.
         calibration: tokens, or a run's file of them; the search is weighted by what the graph sees on them.
-        settings: all but its ``format``; static activations need ``calibration``.
+        settings: all but its ``format``; rounded activations need ``calibration``.
 
     Raises:
         RecipeError: an unknown form, or settings that it has no kernels for.
@@ -173,6 +173,27 @@ def convert(graph: File, output: str | Path) -> Path:
 
     convert_graph(path_of(graph), Path(output))
     return Path(output)
+
+
+def split(graph: File, output: str | Path) -> tuple[Path, Path]:
+    """Takes the token embedding out of a graph; see :func:`ghostexport.surgery.embedding.split_embedding`.
+
+    Args:
+        graph: ONNX file of a decoder, of any producer, cut and quantised or not.
+        output: folder of the two new graphs.
+
+    Returns:
+        the decoder, which takes ``inputs_embeds``, and the graph that makes them from ``input_ids``.
+
+    Raises:
+        SurgeryError: the decoder uses token ids for more than one lookup.
+    """
+    from ghostexport.surgery.embedding import split_embedding
+
+    path, folder = path_of(graph), Path(output)
+    decoder, embedding = (folder / f"{path.stem}-{part}.onnx" for part in ("decoder", "embedding"))
+    split_embedding(path, decoder, embedding)
+    return decoder, embedding
 
 
 def _tuned(graph: Path, folder: Path, change: Plan | None, pattern: str | None) -> OperatorSet:

@@ -228,17 +228,16 @@ def evaluate(
     models = dict(model) if isinstance(model, Mapping) else {"model": model}
     dense = next((m.dense for m in models.values() if m.dense is not None), None)
     reference = next((name for name, m in models.items() if m is dense), _DENSE)
-    forwards = {name: text.torch_forward(m.model) for name, m in models.items()}
-    if dense is not None:
-        forwards[reference] = text.torch_forward(dense.model)
-    windows = held_out_of(tokens).first(section.windows)
+    windows, execution = held_out_of(tokens).first(section.windows), execution or Execution()
+    measured = models if dense is None else models | {reference: dense}
+    forwards = {name: text.forward_of(m, windows.batches(tokens=1), execution) for name, m in measured.items()}
     found = text.evaluate(forwards, windows, None if dense is None else reference, execution)
     if section.tasks:
         tokenizer = next(iter(models.values())).tokenizer
         asked = {name: m.model for name, m in models.items()}
         with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
             own = None if section.task_folder is None else Path(section.task_folder)
-            given = ask(asked, tokenizer, section.tasks, own, section.limit, Path(scratch), execution or Execution())
+            given = ask(asked, tokenizer, section.tasks, own, section.limit, Path(scratch), execution)
         found |= {name: replace(found[name], tasks=figures) for name, figures in summarise(given).items()}
     return {name: found[name] for name in models} if isinstance(model, Mapping) else found["model"]
 

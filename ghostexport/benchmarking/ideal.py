@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from ghostexport.benchmarking.workloads import Workload
 from ghostexport.kv_names import parse_kv_name
+from ghostexport.quantization.forms import UNPACK, UNPACK_MX
 from ghostexport.runtimes.interface import load_graph, read_interface
 
 
@@ -138,7 +139,7 @@ def utilisation(
 
 
 #: Nodes between an initializer and the product that uses it.
-_PASSED_THROUGH = {"Transpose", "Cast", "Identity", "DequantizeLinear"}
+_PASSED_THROUGH = {"Transpose", "Cast", "Identity", UNPACK, UNPACK_MX}
 _PRODUCTS = {"MatMul", "Gemm", "MatMulNBits", "FusedMatMul"}
 #: Buffers that exporters store among the initializers; they are not parameters.
 _BUFFERS = ("inv_freq", "position_ids")
@@ -157,10 +158,18 @@ def read_facts(graph: Path, blocks: int | None = None, query_heads: int | None =
     """
     interface = read_interface(graph)
     proto = load_graph(graph).graph
-    floats = {i.name: tuple(i.dims) for i in proto.initializer if ir.DataType(i.data_type).is_floating_point()}
-    sizes = {name: math.prod(dims) for name, dims in floats.items() if not name.endswith(_BUFFERS) and dims}
+    unpack = [node for node in proto.node if node.op_type in (UNPACK, UNPACK_MX)]
+    scaled_by = {name for node in unpack for name in node.input[1:]}
+    rounded = {node.input[0] for node in unpack if node.output[0] not in scaled_by}  # not the scales of NVFP4
+    scales = {name for node in unpack for name in node.input} - rounded
+    weights = {
+        i.name: tuple(i.dims)
+        for i in proto.initializer
+        if i.name in rounded or (ir.DataType(i.data_type).is_floating_point() and i.name not in scales)
+    }
+    sizes = {name: math.prod(dims) for name, dims in weights.items() if not name.endswith(_BUFFERS) and dims}
     itemsize = {i.name: ir.DataType(i.data_type).itemsize for i in proto.initializer}
-    multiplied = _multiplied(proto, floats)
+    multiplied = _multiplied(proto, weights)
     looked_up = {node.input[0] for node in proto.node if node.op_type == "Gather"} & sizes.keys()
     caches = {t.name: name for t in interface.inputs if (name := parse_kv_name(t.name))}
     kv = [t for t in interface.inputs if t.name in caches and not caches[t.name].is_state]
@@ -172,7 +181,7 @@ def read_facts(graph: Path, blocks: int | None = None, query_heads: int | None =
         parameters=sum(sizes.values()),
         weight_bytes=interface.weight_bytes,
         kv_bytes_per_token=numbers * (2 if "16" in interface.dtype else 4),
-        flops_per_token=2 * sum(math.prod(floats[name]) for name in multiplied),
+        flops_per_token=2 * sum(math.prod(weights[name]) for name in multiplied),
         attention_flops=4 * blocks * (query_heads or 0) * int(head_size),
         gathered_bytes=sum(sizes[n] * itemsize[n] for n in looked_up if n not in set(multiplied)),
         operator_parameters=sum(size for name, size in sizes.items() if name.startswith("ghost.")),
@@ -180,7 +189,7 @@ def read_facts(graph: Path, blocks: int | None = None, query_heads: int | None =
     )
 
 
-def _multiplied(graph: Any, floats: dict[str, tuple[int, ...]]) -> list[str]:
+def _multiplied(graph: Any, weights: dict[str, tuple[int, ...]]) -> list[str]:
     """Names of the matrices that a product uses, once per product."""
     source = {}
     for node in graph.node:
@@ -192,7 +201,7 @@ def _multiplied(graph: Any, floats: dict[str, tuple[int, ...]]) -> list[str]:
             for name in node.input[:2]:
                 while name in source:
                     name = source[name]
-                if len(floats.get(name, ())) >= 2:
+                if len(weights.get(name, ())) >= 2:
                     found.append(name)
     return found
 

@@ -249,7 +249,7 @@ def process_bytes() -> int | None:
 def reset_peak() -> bool:
     """Starts a new peak measurement (Linux: writes 5 to ``clear_refs``); False where the kernel does not allow it."""
     try:
-        _CLEAR.write_text("5")
+        _CLEAR.write_text("5", encoding="utf-8")
     except OSError:
         return False
     return True
@@ -290,7 +290,7 @@ def device_memory() -> tuple[int, int] | None:
 
 def _status(key: str) -> int | None:
     try:
-        match = re.search(rf"^{key}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+        match = re.search(rf"^{key}:\s+(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return None
     return int(match.group(1)) * 1024 if match else None

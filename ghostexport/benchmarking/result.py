@@ -45,6 +45,7 @@ from ghostexport.benchmarking.statistics import (
     summarize,
 )
 from ghostexport.benchmarking.workloads import Workload
+from ghostexport.recipe import is_repaired
 from ghostexport.runfolder import BENCH_SCHEMA
 from ghostexport.runtimes.base import EngineFile
 
@@ -88,11 +89,11 @@ class Comparison:
 
 
 def pairs(variants: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """``(variant, against)``: everything against dense, operators against pruned, operators against each other."""
-    operators = [v for v in variants if v not in ("dense", "pruned")]
+    """``(variant, against)``: all against dense, repaired ones against pruned, these and ``dense.int4`` pairwise."""
+    others = [v for v in variants if v not in ("dense", "pruned")]
     yield from ((v, "dense") for v in variants if v != "dense" and "dense" in variants)
-    yield from ((v, "pruned") for v in operators if "pruned" in variants)
-    yield from ((b, a) for a, b in combinations(operators, 2))
+    yield from ((v, "pruned") for v in others if is_repaired(v) and "pruned" in variants)
+    yield from ((b, a) for a, b in combinations(others, 2))
 
 
 def why_incomparable(

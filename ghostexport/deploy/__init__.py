@@ -7,18 +7,31 @@ Where its runtime is installed, what was written is run and compared with the ve
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ghostexport.deploy import genai, llama_cpp, model_repository, openvino, plain_checkpoint, remote_code
+from ghostexport.deploy import (
+    edge_llm,
+    engine_folder,
+    genai,
+    llama_cpp,
+    model_repository,
+    openvino,
+    plain_checkpoint,
+    remote_code,
+    vllm,
+)
 from ghostexport.deploy.bundle import BASE_CARD, Bundle, write_card, write_sums
 from ghostexport.deploy.selftest import Outcome, Runner, check, read_selftest, write_selftest
 from ghostexport.errors import RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.execution import Execution
 from ghostexport.files import atomic_folder
 from ghostexport.plan import PrunePlan
-from ghostexport.recipe import float_variant
+from ghostexport.quantization.targets import HOLDS
+from ghostexport.recipe import float_variant, is_repaired
 from ghostexport.runfolder import RunFolder
 from ghostexport.validation import require_name
 
@@ -28,22 +41,53 @@ class Target:
     """A runtime to deploy for.
 
     Attributes:
-        refusal: why it cannot hold a variant; None when it can.
+        refusal: why it cannot hold a variant whose format it holds; None when it can.
         write: writes what is its own into the folder.
-        use: how the folder is run, in Markdown.
+        use: how the folder is run, in Markdown, or what says it of a variant.
         package: module that must be importable to run it.
         install: how that is installed.
         run: answers the self-test; None where it cannot be run from here.
         dtype: it computes in, where that is not the variant's.
+        context: tokens that it holds of a variant, where that is fewer than the model's positions.
+        forms: of quantised weights that it holds, beside float ones.
+        otherwise: arguments of ``ghostexport`` that make a variant it holds; ``{run}`` is the run folder.
     """
 
     refusal: Callable[[Bundle], str | None]
     write: Callable[[Bundle, Path, Execution], None]
-    use: str
+    use: str | Callable[[Bundle], str]
     package: str
     install: str
     run: Runner | None = None
     dtype: str | None = None
+    context: Callable[[Bundle], int | None] = lambda bundle: None
+    forms: tuple[str, ...] = ()
+    otherwise: str = "verify {run} --operator ghost-zero+refit"
+
+    def why_not(self, bundle: Bundle) -> str | None:
+        """Why it cannot hold a variant; None when it can."""
+        if bundle.form is not None and bundle.form not in self.forms:
+            return f"it holds {', '.join(('float', *self.forms))} weights, not {bundle.form}"
+        return self.refusal(bundle)
+
+
+def _engine(runtime: str, package: str) -> Target:
+    return Target(
+        partial(engine_folder.refusal, runtime=runtime),
+        partial(engine_folder.write, runtime=runtime),
+        partial(engine_folder.use, runtime=runtime),
+        package,
+        f"pip install {package} cuda-python",
+        engine_folder.run,
+        "float16",  # float32 engines compute in TF32, whose mantissa is as long
+        partial(engine_folder.context_of, runtime=runtime),
+        HOLDS[runtime],
+        f"build engine {{run}} --runtime {runtime}",
+    )
+
+
+def _anything(bundle: Bundle) -> None:
+    """Refuses nothing."""
 
 
 _CODE = "```python\nmodel = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)\n```"
@@ -54,28 +98,27 @@ TARGETS: dict[str, Target] = {
         plain_checkpoint.write,
         "Any loader of Hugging Face checkpoints: transformers, vLLM, SGLang, TensorRT-LLM, llama.cpp's converter.",
         "transformers",
-        "pip install transformers torch",
+        remote_code.INSTALL,
         remote_code.run,
     ),
-    "transformers": Target(
-        remote_code.refusal, remote_code.write, _CODE, "transformers", "pip install transformers torch", remote_code.run
-    ),
+    "transformers": Target(_anything, remote_code.write, _CODE, "transformers", remote_code.INSTALL, remote_code.run),
     "vllm": Target(
-        remote_code.refusal,
+        _anything,
         remote_code.write,
-        "```console\nvllm serve FOLDER --trust-remote-code\n```",
-        "transformers",
-        "pip install vllm",
-        remote_code.run,
+        "```console\nvllm serve FOLDER --trust-remote-code\n```\n"
+        "It computes float32 weights in bfloat16, unless told `--dtype float32`.",
+        "vllm",
+        vllm.INSTALL,
+        vllm.run,
     ),
     "genai": Target(
         genai.refusal,
         genai.write,
-        "ONNX Runtime GenAI: `onnxruntime_genai.Model(FOLDER)`. `genai_config.cuda.json` and `genai_config.rtx.json` "
-        "are for NVIDIA GPUs: put one in the place of `genai_config.json`.",
+        genai.use,
         "onnxruntime_genai",
-        "pip install onnxruntime-genai",
+        "pip install onnxruntime-genai==0.18.0",
         genai.run,
+        forms=HOLDS["onnxruntime"],
     ),
     "openvino": Target(
         openvino.refusal,
@@ -84,27 +127,47 @@ TARGETS: dict[str, Target] = {
         "openvino",
         openvino.INSTALL,
         openvino.run,
+        forms=("int8", "int4"),
     ),
     "triton": Target(
         model_repository.refusal,
         model_repository.write,
         "```console\ntritonserver --model-repository FOLDER/model_repository\n```\n`generator` streams token ids.",
-        "tritonserver",
-        "docker pull nvcr.io/nvidia/tritonserver",
+        "tritonclient",
+        model_repository.INSTALL,
+        model_repository.run,
+        forms=HOLDS["onnxruntime"],
+    ),
+    "tensorrt": _engine("tensorrt", "tensorrt"),
+    "tensorrt-rtx": _engine("tensorrt-rtx", "tensorrt_rtx"),
+    "edge-llm": Target(
+        edge_llm.refusal,
+        edge_llm.write,
+        edge_llm.use,
+        "transformers",
+        remote_code.INSTALL,
+        edge_llm.run,
     ),
     "gguf": Target(
         llama_cpp.refusal,
         llama_cpp.write,
         "```console\nllama-cli -m model.q8_0.gguf\n```",
         "xllamacpp",
-        "pip install xllamacpp",
+        "pip install xllamacpp==2026.10.11549",
         llama_cpp.run,
         "float16",
     ),
 }
 
 
-def deploy(run: Path, target: str, output: Path, variant: str | None = None, execution: Execution | None = None) -> str:
+def deploy(
+    run: Path,
+    target: str,
+    output: Path,
+    variant: str | None = None,
+    execution: Execution | None = None,
+    exported: Path | None = None,
+) -> str:
     """Writes a variant of a run as a target's folder, and runs its self-test where the runtime is installed.
 
     Args:
@@ -113,6 +176,7 @@ def deploy(run: Path, target: str, output: Path, variant: str | None = None, exe
         output: a new folder.
         variant: None for the first repaired one that the target can hold.
         execution: how to run.
+        exported: for ``edge-llm`` the folder that its own exporter made of the whole model, which takes any operator.
 
     Returns:
         the outcome of the self-test, or how to get to one, as a sentence.
@@ -124,7 +188,9 @@ def deploy(run: Path, target: str, output: Path, variant: str | None = None, exe
     """
     execution, name = execution or Execution(), require_name(target, TARGETS, "target")
     chosen = TARGETS[name]
-    bundle = _bundle(RunFolder(run), chosen, name, variant)
+    if exported is not None and name != "edge-llm":
+        raise RecipeError(f"{name} takes no export of its own.", "Give --exported with --target edge-llm.")
+    bundle = _bundle(RunFolder(run), chosen, name, variant, exported)
     if output.exists() and any(output.iterdir()):
         raise RunFolderError(f"{output} exists.", "Name a new folder with -o.")
     with atomic_folder(output) as temporary:
@@ -132,8 +198,8 @@ def deploy(run: Path, target: str, output: Path, variant: str | None = None, exe
         chosen.write(bundle, temporary, execution)
         if (temporary / "README.md").exists():
             (temporary / "README.md").replace(temporary / BASE_CARD)
-        write_selftest(bundle, temporary, name)
-        write_card(bundle, temporary, name, chosen.use)
+        write_selftest(bundle, temporary, name, chosen.context(bundle))
+        write_card(bundle, temporary, name, chosen.use if isinstance(chosen.use, str) else chosen.use(bundle))
         write_sums(temporary)
         return _tested(temporary, chosen, name)
 
@@ -162,20 +228,20 @@ def _tested(folder: Path, target: Target, name: str) -> str:
         return f"self-test not run: {error.message} {error.remedy} Then: ghostexport selftest FOLDER"
 
 
-def _bundle(folder: RunFolder, target: Target, name: str, variant: str | None) -> Bundle:
+def _bundle(folder: RunFolder, target: Target, name: str, variant: str | None, exported: Path | None) -> Bundle:
     names = folder.graphs()
     parity = folder.read_parity()
     if not names or not parity:
         raise RunFolderError(f"{folder.path} has no verified graph.", f"Run: ghostexport verify {folder.path}")
-    found = {v: _of(folder, v) for v in names if parity.get(v, {}).get("passed")}
-    fitting = [v for v, bundle in found.items() if target.refusal(bundle) is None]
-    repaired = [v for v in fitting if v not in ("dense", "pruned")]
+    found = {v: replace(_of(folder, v), exported=exported) for v in names if parity.get(v, {}).get("passed")}
+    fitting = [v for v, bundle in found.items() if target.why_not(bundle) is None]
+    repaired = [v for v in fitting if is_repaired(v)]
     if variant is None and repaired:
         return found[repaired[0]]
     chosen = require_name(variant, found, "variant") if variant else next(iter([v for v in found if v != "dense"]))
-    if (reason := target.refusal(found[chosen])) is not None:
-        fit = ", ".join(repaired) or "none of this run; recover one with --operator ghost-zero --refit-downstream"
-        raise RecipeError(f"{name} cannot hold {chosen}: {reason}.", f"What fits: {fit}.")
+    if (reason := target.why_not(found[chosen])) is not None:
+        other = f"none of this run; make one: ghostexport {target.otherwise.format(run=shlex.quote(str(folder.path)))}"
+        raise RecipeError(f"{name} cannot hold {chosen}: {reason}.", f"What fits: {', '.join(repaired) or other}")
     return found[chosen]
 
 

@@ -36,12 +36,14 @@ class Bundle:
         variant: float or quantised.
         plan: of the cut; the empty one for ``dense``.
         operators: None for ``dense`` and ``pruned``.
+        exported: folder of what the runtime's own exporter made of the whole model, where that is given.
     """
 
     folder: RunFolder
     variant: str
     plan: PrunePlan
     operators: OperatorSet | None
+    exported: Path | None = None
 
     @property
     def graph(self) -> Path:
@@ -80,9 +82,26 @@ class Bundle:
         found = json.loads((self.folder.model_path / "config.json").read_text(encoding="utf-8"))
         return dict(found.get("text_config") or found)
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens one attends to in the model's sliding blocks, where that is fewer than its positions."""
+        window = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
+        return window if window and window < (self.codec.positions or window + 1) else None
+
     @functools.cached_property
     def recipe(self) -> dict[str, Any]:
         return self.folder.read().recipe
+
+    @functools.cached_property
+    def licence(self) -> str | None:
+        """The licence's identifier, as the base model's card names it."""
+        try:
+            parts = (self.folder.model_path / CARD).read_text(encoding="utf-8").split("---", 2)
+            head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
+        except (OSError, yaml.YAMLError):
+            return None
+        found = head.get("license") if isinstance(head, dict) else None
+        return found if isinstance(found, str) else None
 
     def copy_description(self, output: Path, config: bool = False) -> None:
         """Copies tokenizer, chat template and licence of the base model; its configuration is of the uncut model."""
@@ -97,7 +116,12 @@ def write_card(bundle: Bundle, output: Path, target: str, use: str) -> None:
     source, operators = str(bundle.recipe["model"]["source"]), bundle.operators
     legal = sorted(p.name for p in output.iterdir() if p.name.upper().startswith(_LEGAL))
     base = source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else Path(source).name
-    head = {"base_model": base, "license": "other", "tags": ["ghostexport", target], "library_name": target}
+    head = {
+        "base_model": base,
+        "license": bundle.licence or "other",
+        "tags": ["ghostexport", target],
+        "library_name": target,
+    }
     spans = ", ".join(f"[{span.start}, {span.stop})" for span in bundle.plan.removed)
     parity = bundle.folder.read_parity().get(bundle.variant, {})
     worst = max((o["relative"] for o in parity.get("outputs", ())), default=None)

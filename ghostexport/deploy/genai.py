@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ PROVIDERS: dict[str, list[dict[str, Any]]] = {
     "cuda": [{"cuda": {}}],
     "rtx": [{"NvTensorRtRtx": {}}],
 }
+#: While tested: multiply by quantised weights in float32, as the verification did; else inputs are rounded to 8 bits.
+EXACT = {"session.qdq_matmulnbits_accuracy_level": "1"}
 
 
 def refusal(bundle: Bundle) -> str | None:
@@ -36,6 +39,19 @@ def write(bundle: Bundle, output: Path, execution: Execution) -> None:
     for name, options in PROVIDERS.items():
         if options:
             write_json(output / f"genai_config.{name}.json", genai_config(bundle, options))
+
+
+def use(bundle: Bundle) -> str:
+    """How it is run, in Markdown."""
+    several = (
+        "`Tokenizer.encode_batch`, which pads on the right; padding on the left is attended to."
+        if bundle.window is None
+        else f"only of one length. Padding would count among the {bundle.window} tokens that one attends to."
+    )
+    return (
+        "ONNX Runtime GenAI: `onnxruntime_genai.Model(FOLDER)`. `genai_config.cuda.json` and `genai_config.rtx.json` "
+        f"are for NVIDIA GPUs: put one in the place of `genai_config.json`. Several prompts at once: {several}"
+    )
 
 
 def write_graph(bundle: Bundle, path: Path) -> None:
@@ -100,7 +116,9 @@ def run(folder: Path, prompts: Sequence[list[int]], count: int) -> list[Answer]:
     """See :data:`selftest.Runner`."""
     import onnxruntime_genai as og
 
-    model = og.Model(str(folder))
+    config = og.Config(str(folder))
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": EXACT}}}))
+    model = og.Model(config)
     answers: list[Answer] = []
     for ids in prompts:
         parameters = og.GeneratorParams(model)

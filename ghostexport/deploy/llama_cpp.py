@@ -7,7 +7,9 @@ writes fluently, and is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,17 @@ def refusal(bundle: Bundle) -> str | None:
     """Why the variant does not fit, or None."""
     if bundle.adds_nodes:
         return "llama.cpp's graphs have no place for an operator"
-    if bundle.form is not None:
-        return f"it quantises float weights itself; {bundle.form} ones are another format"
     kind, config = str(bundle.config.get("model_type")), bundle.config
     if kind not in ARCHITECTURES:
         return f"the order of q and k in {kind} is not known here, only in {', '.join(ARCHITECTURES)}"
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return "its rotary positions are scaled"
+    if bundle.window is not None:
+        return f"each token attends to {bundle.window} tokens, and in llama.cpp's {ARCHITECTURES[kind][0]} to all"
     if kind in ("llama", "mistral") and (config.get("attention_bias") or config.get("mlp_bias")):
         return "llama.cpp reads no biases of this architecture"
-    return None if _pre(bundle) else "its tokenizer is no byte-level BPE that llama.cpp has a name for"
+    return None if _pre(bundle) else "its tokenizer is no byte-level BPE with merges that llama.cpp has a name for"
 
 
 def write(bundle: Bundle, output: Path, execution: Execution) -> None:
@@ -104,6 +106,8 @@ def _settings(writer: Any, config: Any, bundle: Bundle, file_type: Any) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or vars(config)
     writer.add_name(f"{Path(str(bundle.recipe['model']['source'])).name} {bundle.variant}")
+    if bundle.licence is not None:
+        writer.add_license(bundle.licence)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -142,10 +146,8 @@ def _tokenizer(writer: Any, bundle: Bundle, folder: Path) -> None:
 
 def _pre(bundle: Bundle) -> str | None:
     """llama.cpp's name of how the tokenizer splits text before its merges."""
-    import json
-
     found = json.loads(bundle.codec.tokenizer.to_str())
-    if found["model"]["type"] != "BPE":
+    if found["model"]["type"] != "BPE" or not found["model"]["merges"]:
         return None
     steps = found["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
@@ -169,10 +171,13 @@ def run(folder: Path, prompts: Sequence[list[int]], count: int) -> list[Answer]:
     parameters.n_ctx = max(map(len, prompts)) + count + 8
     parameters.n_parallel, parameters.n_gpu_layers, parameters.warmup = 1, 0, False
     server = xllamacpp.Server(parameters)
-    return [(None, _completed(server, ids, count)) for ids in prompts]
+    return [(None, _completed(server.listening_address, ids, count)) for ids in prompts]
 
 
-def _completed(server: Any, ids: list[int], count: int) -> list[int]:
-    asked = {"prompt": ids, "max_tokens": count, "temperature": 0, "top_k": 1, "logprobs": 1, "cache_prompt": False}
-    said: Mapping[str, Any] = server.handle_completions(asked)
-    return [int(token["id"]) for token in said["choices"][0]["logprobs"]["content"]]
+def _completed(address: str, ids: list[int], count: int) -> list[int]:
+    """Greedy tokens from the server's own route: OpenAI's leaves out those that end within a character."""
+    asked = {"prompt": ids, "n_predict": count, "temperature": 0, "top_k": 1, "cache_prompt": False}
+    body = json.dumps(asked | {"return_tokens": True}).encode()
+    request = urllib.request.Request(f"{address}/completion", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return [int(token) for token in json.load(answer)["tokens"]]

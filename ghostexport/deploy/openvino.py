@@ -14,7 +14,7 @@ from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.execution import Execution
 
 MODEL = "openvino_model.xml"
-INSTALL = "pip install openvino openvino-genai openvino-tokenizers"
+INSTALL = "pip install openvino==2026.4.1 openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0"
 #: Compute as the graph says: by default it picks what is fast.
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
 

@@ -11,9 +11,8 @@ from ghostexport.execution import Execution
 
 def refusal(bundle: Bundle) -> str | None:
     """Why the variant does not fit, or None."""
-    if bundle.adds_nodes:
-        return "a plain checkpoint has no place for an operator, and without it the model is a bare cut"
-    return None if bundle.form is None else f"it holds float weights, not {bundle.form}"
+    none = "a plain checkpoint has no place for an operator, and without it the model is a bare cut"
+    return none if bundle.adds_nodes else None
 
 
 def write(bundle: Bundle, output: Path, execution: Execution) -> None:

@@ -16,6 +16,7 @@ from ghostexport.files import write_bytes, write_json
 from ghostexport.operators import OperatorSet
 
 CODE = "modeling_ghost.py"
+INSTALL = "pip install transformers==5.24.0 torch==2.13.0"
 
 #: Suffix of an operator's parameter in the model in memory -> that in the folder; matrices are held transposed.
 _NAMES = {
@@ -29,11 +30,6 @@ _NAMES = {
     "diagonal": "diagonal",
 }
 _BIAS = {"delta": "linear.bias", "factors": "up.bias"}
-
-
-def refusal(bundle: Bundle) -> str | None:
-    """Why the variant does not fit, or None."""
-    return None if bundle.form is None else f"it holds float weights, not {bundle.form}"
 
 
 def write(bundle: Bundle, output: Path, execution: Execution) -> None:

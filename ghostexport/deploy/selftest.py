@@ -7,6 +7,7 @@ tell.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from ghostexport.deploy.bundle import Bundle, damage
 from ghostexport.errors import ParityError, RunFolderError
 from ghostexport.files import write_json
+from ghostexport.float32_twin import for_cpu
 from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.tolerances import TOLERANCES
 
@@ -63,51 +65,48 @@ class Outcome:
         return f"{'passed' if self.passed else 'FAILED'}: {errors}, {self.tokens} of {self.total} greedy tokens equal"
 
 
-def prompts_of(bundle: Bundle) -> list[list[int]]:
-    """Five prompts: texts, one of them through the chat template, one longer than a sliding window."""
+def prompts_of(bundle: Bundle, context: int | None = None) -> list[list[int]]:
+    """Five prompts: texts, one of them through the chat template, one longer than a sliding window.
+
+    Each leaves room for its answer among the model's positions, or in a runtime's narrower ``context``.
+    """
     codec = bundle.codec
     texts = [codec.encode(text) for text in TEXTS]
     if codec.template is not None:
         texts[-1] = codec.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
-    window = bundle.config.get("sliding_window") or 32
     pool = [token for ids in texts[:3] for token in ids[1:]] or [3]  # no end token: some runtimes take it for padding
-    room = (codec.positions or LONGEST) - GREEDY
-    length = max(1, min(window + 8, LONGEST, room))
+    room = (context or codec.positions or LONGEST) - GREEDY
+    length = max(1, min((bundle.window or 32) + 8, LONGEST, room))
     return [*[ids[:room] for ids in texts], (pool * (length // len(pool) + 1))[:length]]
 
 
-def write_selftest(bundle: Bundle, output: Path, target: str) -> None:
-    """Writes :data:`FILE`: what the graph answers on ONNX Runtime's CPU provider."""
-    session = open_graph(bundle.graph)
-    entries = []
-    for ids in prompts_of(bundle):
-        prompt = np.array([ids], np.int64)
-        logits = session.forward(prompt, session.new_cache(1))[0][0, -1].copy()  # the next call takes the memory
-        kept = np.unique(np.linspace(0, len(logits) - 1, min(KEPT, len(logits))).astype(int))
-        greedy, margins = [], []
-        for token, row in _steps(session, prompt):
-            greedy.append(token)
-            best, second = np.sort(row)[-2:][::-1]
-            margins.append(float((best - second) / row.std()))
-        entries.append(
-            {
-                "ids": ids,
-                "logit_ids": kept.tolist(),
-                "logits": [round(float(x), 6) for x in logits[kept]],
-                "deviation": float(logits.std()),
-                "greedy": greedy,
-                "margins": [round(m, 6) for m in margins],
-            }
-        )
-    session.close()
-    base: dict[str, Any] = {
-        "schema": SCHEMA,
-        "target": target,
-        "variant": bundle.variant,
-        "dtype": bundle.interface.dtype,
+def write_selftest(bundle: Bundle, output: Path, target: str, context: int | None = None) -> None:
+    """Writes :data:`FILE`: what the graph, or the twin that verification runs for it, answers on the CPU."""
+    with tempfile.TemporaryDirectory(dir=output) as folder:
+        session = open_graph(for_cpu(bundle.graph, bundle.interface.dtype, Path(folder))[0])
+        entries = [_entry(session, ids) for ids in prompts_of(bundle, context)]
+        session.close()
+    about = {"schema": SCHEMA, "target": target, "variant": bundle.variant, "dtype": bundle.interface.dtype}
+    write_json(output / FILE, about | {"ends": sorted(bundle.codec.ends), "prompts": entries})
+
+
+def _entry(session: Any, ids: list[int]) -> dict[str, Any]:
+    prompt = np.array([ids], np.int64)
+    logits = session.forward(prompt, session.new_cache(1))[0][0, -1].copy()  # the next call takes the memory
+    kept = np.unique(np.linspace(0, len(logits) - 1, min(KEPT, len(logits))).astype(int))
+    greedy, margins = [], []
+    for token, row in _steps(session, prompt):
+        greedy.append(token)
+        best, second = np.sort(row)[-2:][::-1]
+        margins.append(float((best - second) / row.std()))
+    return {
+        "ids": ids,
+        "logit_ids": kept.tolist(),
+        "logits": [round(float(x), 6) for x in logits[kept]],
+        "deviation": float(logits.std()),
+        "greedy": greedy,
+        "margins": [round(m, 6) for m in margins],
     }
-    base["ends"] = sorted(bundle.codec.ends)
-    write_json(output / FILE, base | {"prompts": entries})
 
 
 def _steps(session: Any, prompt: NDArray[np.int64]) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ghostexport.evaluation.corpora import corpus_windows
 from ghostexport.evaluation.cut_errors import boundary_errors
 from ghostexport.evaluation.quality_meter import QualityMeter
 from ghostexport.evaluation.tasks import ask, compare, retained, summarise
-from ghostexport.evaluation.text import Forward, measure, torch_forward
+from ghostexport.evaluation.text import Forward, forward_of, measure
 from ghostexport.evaluation.writing import write
 from ghostexport.execution import Execution
 from ghostexport.files import write_json
@@ -47,12 +48,14 @@ def eval_run(
     section = recipe.eval
     drawn, held_out = calibration.load(folder.calibration_path)
     windows = held_out.first(section.windows)
-    variants = {"dense": loaded.model, "pruned": models.patch(loaded, plan).model}
-    variants |= {name: models.patch(loaded, plan, operators).model for name, operators in sets.items()}
+    variants = {"dense": loaded, "pruned": models.patch(loaded, plan)}
+    variants |= {name: models.patch(loaded, plan, operators) for name, operators in sets.items()}
     sources = {name: float_variant(name) for name in recipe.quantized_variants}
     for name, source in sources.items():
-        variants[name] = round_weights(variants[source], folder.graph_path(source), folder.graph_path(name))
-    found = measure({n: torch_forward(m) for n, m in variants.items()}, windows, "dense", execution, sources)
+        rounded = round_weights(variants[source].model, folder.graph_path(source), folder.graph_path(name))
+        variants[name] = replace(variants[source], model=rounded)
+    forwards = {name: forward_of(model, windows.batches(tokens=1), execution) for name, model in variants.items()}
+    found = measure(forwards, windows, "dense", execution, sources)
     meters = {name: found[name] for name in variants}
     report: dict[str, Any] = {
         "text": {"windows": len(windows), "length": windows.tokens.shape[1], "spec": dict(windows.spec)},
@@ -63,25 +66,26 @@ def eval_run(
     for name, source in sources.items():
         report["variants"][name]["kl_float"] = found[f"{name}, {source}"].result().mean_kl
     if section.onnx:
-        for name, meter in _onnx_meters(folder, recipe, variants, windows, execution).items():
+        for name, meter in _onnx_meters(folder, recipe, forwards, windows, execution).items():
             report["variants"][name]["onnx"] = {k: v for k, v in _figures(meter).items() if k != "losses"}
     if section.corpora:
         report["corpora"] = _corpora(variants, loaded, recipe, execution)
+    pytorch = {name: variant.model for name, variant in variants.items()}
     if section.generate and loaded.tokenizer is not None:
         beginnings = windows.first(section.prompts)
-        for name, figures in write(variants, loaded.tokenizer, beginnings, section.generate, execution).items():
+        for name, figures in write(pytorch, loaded.tokenizer, beginnings, section.generate, execution).items():
             report["variants"][name] |= figures
     if section.tasks:
-        _add_tasks(report, variants, loaded, section, execution)
+        _add_tasks(report, pytorch, loaded, section, execution)
     write_json(folder.model_quality_path, report)
     return [folder.model_quality_path]
 
 
 def _corpora(
-    variants: Mapping[str, Any], loaded: LoadedModel, recipe: Recipe, execution: Execution
+    variants: Mapping[str, LoadedModel], loaded: LoadedModel, recipe: Recipe, execution: Execution
 ) -> dict[str, dict[str, Any]]:
     """Figures of every variant on whole texts, by their names."""
-    section, forwards = recipe.eval, {name: torch_forward(model) for name, model in variants.items()}
+    section = recipe.eval
     calibrated = recipe.calibration.source
     found = {}
     for source in section.corpora:
@@ -89,6 +93,7 @@ def _corpora(
             execution.say(f"eval: {source} is calibrated on: its figures flatter the repairs")
         length = min(section.corpus_length, loaded.max_length or section.corpus_length)
         windows = corpus_windows(source, loaded.tokenizer, length).first(section.windows)
+        forwards = {name: forward_of(model, windows.batches(tokens=1), execution) for name, model in variants.items()}
         meters = measure(forwards, windows, "dense", execution)
         figures = {name: {k: v for k, v in _figures(m).items() if k != "losses"} for name, m in meters.items()}
         found[source] = {"windows": len(windows), "length": length, "variants": figures}
@@ -119,16 +124,16 @@ def _differences(meters: Mapping[str, QualityMeter], section: EvalSection) -> li
 
 
 def _onnx_meters(
-    folder: RunFolder, recipe: Recipe, variants: Mapping[str, Any], windows: CalibrationSet, execution: Execution
+    folder: RunFolder, recipe: Recipe, forwards: Mapping[str, Forward], windows: CalibrationSet, execution: Execution
 ) -> dict[str, QualityMeter]:
     """Every graph on ONNX Runtime, one at a time, compared with the dense PyTorch model."""
     from ghostexport.float32_twin import for_cpu
 
     found = {}
-    for name in variants:
+    for name in forwards:
         with tempfile.TemporaryDirectory(prefix="ghostexport-") as scratch:
             graph, _ = for_cpu(folder.graph_path(name), recipe.model.dtype, Path(scratch))
-            pair = {"dense torch": torch_forward(variants["dense"]), name: onnx_forward(graph)}
+            pair = {"dense torch": forwards["dense"], name: onnx_forward(graph)}
             found[name] = measure(pair, windows, "dense torch", execution)[name]
     return found
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-#: Rows of logits turned into float64 log-probabilities at once: 256 x 150k x 8 B = 300 MB at the largest vocabularies.
-ROWS = 256
+#: Rows of logits turned into float64 log-probabilities at once: 64 x 150k x 8 B = 77 MB, some times over.
+ROWS = 64
 
 
 def predicting(mask: Any) -> Any:

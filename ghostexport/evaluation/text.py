@@ -5,7 +5,7 @@ Logits are arrays from anywhere (PyTorch, ONNX Runtime, an engine); nothing of v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ import torch
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.evaluation.quality_meter import Quality, QualityMeter, predicting
 from ghostexport.execution import Execution
+from ghostexport.models import LoadedModel
+from ghostexport.models.calls import finish
+from ghostexport.models.walking import walk_to_the_end
 
 #: Rows of logits in a loss at once, float32: 1024 x 150k x 4 B = 600 MB at the largest vocabularies.
 LOSS_ROWS = 1024
@@ -60,7 +63,7 @@ def measure(
     """Measures several models on the same windows, one window at a time.
 
     Args:
-        models: name to forward function (:func:`torch_forward`, or one around a runtime's session).
+        models: name to forward function (:func:`forward_of`, or one around a runtime's session).
         windows: held-out text.
         reference: name of the model that the others are compared with; it is compared with itself too (KL 0).
         execution: receives progress.
@@ -76,6 +79,25 @@ def measure(
             meters[key].add(logits[name], batch.input_ids, batch.mask, None if other is None else logits[other])
         execution.progress("evaluate", batch.sequences.stop, len(windows))
     return meters
+
+
+def forward_of(loaded: LoadedModel, batches: Iterable[Batch], execution: Execution) -> Forward:
+    """The forward function of a PyTorch model on some batches, and no other tokens.
+
+    A model that is walked goes through all of them first: its last residual values are kept, which its head reads.
+    """
+    if not loaded.walked:
+        return torch_forward(loaded.model)
+    batches = list(batches)
+    shelf = walk_to_the_end(loaded, batches, execution, "evaluate")
+    numbers = {batch.input_ids.numpy().tobytes(): number for number, batch in enumerate(batches)}
+
+    def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        batch = Batch(range(len(input_ids)), input_ids, mask.bool())
+        return finish(loaded, batch, shelf.look(numbers[input_ids.numpy().tobytes()]))
+
+    return forward
 
 
 def torch_forward(model: Any) -> Forward:

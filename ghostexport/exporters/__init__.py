@@ -20,7 +20,7 @@ __all__ = ["EXPORTERS", "available", "check", "choose_exporter", "export_model",
 EXPORTERS = {
     "transformers": (
         "transformers.exporters.exporter_onnx",
-        "pip install 'transformers>=5.14' (in an environment without optimum-onnx).",
+        "pip install 'transformers>=5.23' (in an environment without optimum-onnx).",
     ),
     "optimum": (
         "optimum.exporters.onnx",

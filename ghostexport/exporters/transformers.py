@@ -1,4 +1,4 @@
-"""Export through transformers' own ``OnnxExporter`` (transformers >= 5.14, torch.export underneath)."""
+"""Export through transformers' own ``OnnxExporter`` (transformers >= 5.23, torch.export underneath)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import onnx_ir as ir
 from ghostexport.errors import ExportError
 from ghostexport.execution import Execution
 from ghostexport.exporters.graph_file import OnnxGraphFile, canonicalise, check_interface, write_graph
-from ghostexport.exporters.simplify import simplify, widen_bfloat16
+from ghostexport.exporters.simplify import sharpen_scales, simplify, widen_bfloat16
 from ghostexport.models.silence import silenced
+from ghostexport.surgery.embedding import EMBEDDINGS, lookups
 
 # Sample lengths: all different and above 1, so that no axis is specialised or confused with another. A model with
 # states may compute in chunks of tokens: there must be several of them, too.
@@ -51,7 +52,9 @@ def export(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGr
             ) from error
     if next(model.parameters()).dtype.itemsize == 4:
         widen_bfloat16(exported)
+    sharpen_scales(exported, {m.scaling for m in model.modules() if isinstance(getattr(m, "scaling", None), float)})
     _name_cache(exported.graph)
+    _name_embedding(exported.graph, model)
     canonicalise(exported)
     kept = cache_tensors(inputs[cache_argument(model)])
     check_interface(exported.graph, {block: len(tensors) for block, tensors in enumerate(kept)})
@@ -158,6 +161,16 @@ def _name_cache(graph: ir.Graph) -> None:
             head, found, tail = (value.name or "").partition(".layers.")
             if found and head.rsplit(".", 1)[-1] in ("cache", "past_key_values"):
                 value.name = prefix + tail
+
+
+def _name_embedding(graph: ir.Graph, model: Any) -> None:
+    """Where the embedding module scales what it looks up (Gemma 3), the scaled value is called ``inputs_embeds``."""
+    if getattr(model.get_input_embeddings(), "embed_scale", None) is None:
+        return
+    ids = next(value for value in graph.inputs if value.name == "input_ids")
+    for lookup in lookups(ids):
+        for scaling in [use.node for use in lookup.outputs[0].uses() if use.node.op_type == "Mul"]:
+            scaling.outputs[0].name = EMBEDDINGS
 
 
 @contextlib.contextmanager

@@ -25,12 +25,14 @@ from ghostexport.models.loading import (
 from ghostexport.models.running import read_residuals
 from ghostexport.models.sources import resolve_source, source_files
 from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_operators, needed_blocks
+from ghostexport.models.walking import Shelf, read_streams
 
 __all__ = [
     "Addition",
     "Anatomy",
     "BoundaryModule",
     "LoadedModel",
+    "Shelf",
     "check_layout",
     "drop_blocks",
     "find_anatomies",
@@ -46,6 +48,7 @@ __all__ = [
     "patch",
     "probe_tokens",
     "read_residuals",
+    "read_streams",
     "resolve_source",
     "right_multiply",
     "save_checkpoint",

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ghostexport.errors import ModelLayoutError
-from ghostexport.models.blocks import find_blocks, probe_tokens
+from ghostexport.models.blocks import find_blocks, run_probe
 
 #: Mean relative difference of two orders of the same few additions: some roundings of the format.
 SUM_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -137,7 +137,8 @@ def find_anatomies(model: Any, indices: Iterable[int]) -> dict[int, Anatomy]:
     """
     blocks = find_blocks(model)
     wanted = {index: blocks[index] for index in indices}
-    calls = probe_calls(model, {module for block in wanted.values() for module in block.modules()}) if wanted else []
+    modules = {module for block in wanted.values() for module in block.modules()}
+    calls = probe_calls(model, modules, max(wanted)) if wanted else []
     return {index: _anatomy(model, index, block, calls) for index, block in wanted.items()}
 
 
@@ -165,7 +166,7 @@ def find_mid(model: Any, index: int, flattened: bool = False) -> nn.Module:
         ModelLayoutError: there is none, as in blocks whose attention and MLP are parallel.
     """
     block = find_blocks(model)[index]
-    calls = probe_calls(model, set(block.modules()))
+    calls = probe_calls(model, set(block.modules()), index)
     found = _anatomy(model, index, block, calls).mid
     read = next((value for module, value, _ in calls if module is found), None)
     if found is None or read is None or (read.ndim != 3 and not flattened):
@@ -177,8 +178,10 @@ def find_mid(model: Any, index: int, flattened: bool = False) -> nn.Module:
     return found
 
 
-def probe_calls(model: Any, modules: Iterable[nn.Module]) -> list[Call]:
+def probe_calls(model: Any, modules: Iterable[nn.Module], last: int | None = None) -> list[Call]:
     """Every call of the modules in one forward pass, in the order of their ends; calls without tensors are left out.
+
+    The pass ends behind block ``last``, where it is given.
 
     Values are copied when they are seen: some models go on to change them in place.
     """
@@ -200,12 +203,7 @@ def probe_calls(model: Any, modules: Iterable[nn.Module]) -> list[Call]:
     for module in modules:
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave))
-    try:
-        with torch.no_grad():
-            model(input_ids=probe_tokens(model), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_probe(model, handles, last)
     return calls
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,13 +80,29 @@ def check_layout(model: Any) -> None:
         seen.append((hidden_states(args, kwargs), output_states(output)))
 
     handles = [block.register_forward_hook(keep, with_kwargs=True) for block in blocks]
+    run_probe(model, handles)
+    _require_residual(model, seen, len(blocks), int(config.hidden_size))
+
+
+class StopForwardError(Exception):
+    """Raised in a hook to leave a forward pass; never seen outside the function that does it."""
+
+
+def run_probe(model: Any, handles: Iterable[Any] = (), last: int | None = None) -> None:
+    """One short pass of the model, behind block ``last`` at its end, under hooks that are removed afterwards."""
+
+    def stop(block: nn.Module, args: Any) -> None:
+        raise StopForwardError
+
+    handles, blocks = [*handles], find_blocks(model)
+    if last is not None and last + 1 < len(blocks):
+        handles.append(blocks[last + 1].register_forward_pre_hook(stop))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.suppress(StopForwardError):
             model(input_ids=probe_tokens(model), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    _require_residual(model, seen, len(blocks), int(config.hidden_size))
 
 
 def probe_tokens(model: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ghostexport.models.blocks import find_blocks, input_device, probe_tokens
+from ghostexport.models.blocks import find_blocks, input_device, probe_tokens, run_probe
 from ghostexport.models.running import MANY, STATES, holds_tensors, keeps_states, step, whole_cache
 
 #: Products, the work of every mixer: their number may not depend on the number of tokens. Views are left out, since
@@ -51,11 +51,7 @@ def _second_value_fault(model: Any) -> str | None:
 
     hooks = [block.register_forward_pre_hook(enters, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(leaves) for block in blocks]
-    try:
-        _read(model)  # two rows of tokens that differ
-    finally:
-        for hook in hooks:
-            hook.remove()
+    run_probe(model, hooks)  # two rows of tokens that differ
     if not found:
         return None
     name, shape = type(model).__name__, list(found[0].shape)
@@ -67,7 +63,7 @@ def _routing_fault(model: Any) -> str | None:
     if getattr(model, "_can_set_experts_implementation", bool)():
         return None  # chosen for the export
     with _Count(_DATA_DEPENDENT) as seen:
-        _read(model)
+        run_probe(model)
     return f"{type(model).__name__} loops over the experts that its tokens hit: a graph cannot" if seen.count else None
 
 
@@ -82,13 +78,8 @@ def splits_by_data(model: Any) -> bool:
             return func(*args, **(kwargs or {}))
 
     with Reading() as seen:
-        _read(model)
+        run_probe(model)
     return bool(seen.found)
-
-
-@torch.no_grad()
-def _read(model: Any) -> None:
-    model(input_ids=probe_tokens(model), use_cache=False)
 
 
 def cache_fault(model: Any) -> str | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from ghostexport.errors import ModelLayoutError, RecipeError, RunFolderError, Ru
 from ghostexport.execution import Execution
 from ghostexport.files import atomic_folder, write_bytes, write_json
 from ghostexport.models.blocks import check_layout, find_blocks, input_device
+from ghostexport.models.calls import num_outputs, run_alone
 from ghostexport.models.checkpoints import require_all_weights, save_checkpoint, save_tokenizer
 from ghostexport.models.configs import OPERATORS_FILE, PATCHED, UNTRUSTED, UNTRUSTING, auto_class, read_config
 from ghostexport.models.silence import hidden_progress_bars, silenced
@@ -27,9 +31,17 @@ from ghostexport.models.variants import BoundaryModule, drop_blocks, insert_oper
 from ghostexport.operators import OperatorSet, load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import Dtype
+from ghostexport.sizing.capacity import measure_machine
 
 #: ``Execution.device`` of a model spread over devices, memory and disk.
 SPLIT = "split"
+
+#: Sources as they stand, by dtype and whether they should be streamed, whose layout this process has checked -> their
+#: fingerprint, and whether they are streamed: every stage loads the model anew, and the check reads all weights.
+_checked: dict[Hashable, tuple[str, bool]] = {}
+
+#: Share of the free memory that weights may take: passes over text need the rest.
+HELD = 0.8
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -66,6 +78,7 @@ class LoadedModel:
             Of a patched model: that of the dense one.
         dense: the model that this one was made of; None when it is no variant made here.
         operators: what was put at its cuts; None for a dense model and a bare cut.
+        walked: its weights are left in the files they are mapped from: passes go through it block by block.
     """
 
     model: Any
@@ -74,6 +87,7 @@ class LoadedModel:
     sha256: str
     dense: LoadedModel | None = None
     operators: OperatorSet | None = None
+    walked: bool = False
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """New tokens, as ``model.generate`` of transformers: the same arguments, the same result."""
@@ -91,6 +105,11 @@ class LoadedModel:
     @property
     def blocks(self) -> nn.ModuleList:
         return find_blocks(self.model)
+
+    @functools.cached_property
+    def outputs(self) -> int:
+        """How many values a block returns as a tuple; 0 where it returns the stream itself."""
+        return num_outputs(self.model)
 
     @property
     def num_blocks(self) -> int:
@@ -163,23 +182,38 @@ def load_model(
         del model.config.quantization_config
     require_all_weights(model, info, folder, execution)
     model = model.eval() if execution.device == SPLIT else nn.Module.to(model, _device(execution)).eval()
-    loaded = from_memory(model, load_tokenizer(folder, trust_remote_code, config), str(folder))
+    why, tokenizer = _why_streamed(model, execution), load_tokenizer(folder, trust_remote_code, config)
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
+    key = (str(folder), dtype, bool(why), *files)
+    if key not in _checked:
+        loaded = from_memory(model, tokenizer, str(folder), bool(why))
+        _checked[key] = (loaded.sha256, loaded.walked)
+    sha256, walked = _checked[key]
+    model.requires_grad_(False)
+    loaded = LoadedModel(model, tokenizer, str(folder), sha256, walked=walked)
+    if why:
+        otherwise = "not streamed, its blocks read more than the stream: every batch reads all weights"
+        execution.say(f"model: {'streamed from its files block by block' if loaded.walked else otherwise} ({why})")
     if not (beside := folder / OPERATORS_FILE).exists():
         return loaded
     operators = load_operators(beside)
     return replace(loaded, model=insert_operators(loaded.model, operators), operators=operators)
 
 
-def from_memory(model: Any, tokenizer: Any = None, source: str = "memory") -> LoadedModel:
+def from_memory(model: Any, tokenizer: Any = None, source: str = "memory", streaming: bool = False) -> LoadedModel:
     """Wraps a model that is already in memory, after the same layout check.
+
+    ``streaming``: passes go through it block by block, where its blocks read nothing of each other but the stream.
 
     Raises:
         ModelLayoutError: not a decoder-only LM made of residual blocks.
     """
-    check_layout(model)
+    loaded = LoadedModel(model, tokenizer, source, "")
+    with run_alone(loaded) if streaming else contextlib.nullcontext([False]) as same:
+        check_layout(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return LoadedModel(model, tokenizer, source, _fingerprint(model))
+    return replace(loaded, sha256=_fingerprint(model), walked=all(same))
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False, config: Any = None) -> Any:
@@ -265,6 +299,20 @@ def _placement(execution: Execution) -> dict[str, Any]:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     memory = None if execution.memory is None else dict(execution.memory)
     return {"device_map": "auto", "max_memory": memory, "offload_folder": str(folder)}
+
+
+def _why_streamed(model: Any, execution: Execution) -> str:
+    """Why passes should go through the model block by block (:mod:`ghostexport.models.walking`); empty where not."""
+    if execution.device == SPLIT or input_device(model).type != "cpu":
+        if execution.streaming:
+            execution.say("model: not streamed, for that is done on a CPU alone (--device cpu)")
+        return ""
+    if execution.streaming is False:
+        return ""
+    weights, free = sum(p.nbytes for p in model.parameters()), measure_machine(Path(), "cpu").memory
+    if execution.streaming or weights > HELD * free:
+        return f"{weights / 1e9:.1f} GB of weights, {free / 1e9:.1f} GB of memory free"
+    return ""
 
 
 def _dequantised(config: Any, folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecoveryError
-from ghostexport.models.blocks import find_blocks, probe_tokens
+from ghostexport.models.blocks import find_blocks, run_probe
 from ghostexport.new_weights import NewWeight, places
 from ghostexport.plan import PrunePlan
 
@@ -138,12 +138,7 @@ def _running_order(model: Any) -> list[str]:
         for module in model.modules()
         if next(module.named_parameters(recurse=False), None) is not None
     ]
-    try:
-        with torch.no_grad():
-            model(input_ids=probe_tokens(model), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_probe(model, handles)
     when = {id(p): i for i, module in reversed(list(enumerate(order))) for p in module.parameters(recurse=False)}
     names = [name for name, _ in model.named_parameters()]
     return sorted(names, key=lambda name: when.get(id(model.get_parameter(name)), len(order)))

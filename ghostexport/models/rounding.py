@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -16,8 +15,10 @@ from torch import nn
 from ghostexport.errors import ParityError
 from ghostexport.models.variants import share_weights
 from ghostexport.onnxfile import load_graph, values
-from ghostexport.quantization.forms import E4M3_MAX
+from ghostexport.quantization import dynamic
+from ghostexport.quantization.forms import E4M3_MAX, FORMS
 from ghostexport.quantization.reader import RoundedInput, rounded_inputs, rounded_weights
+from ghostexport.quantization.targets import DYNAMIC
 
 #: A weight of model and graph that surgery and PyTorch folded an operator into each: rounded in another order.
 _SAME = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
@@ -58,12 +59,15 @@ def round_weights(model: Any, source: Path, quantized: Path) -> Any:
 
 
 def _round_input(how: RoundedInput, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``QuantizeLinear`` and ``DequantizeLinear`` of a module's first argument, which is what it multiplies."""
+    """What the nodes do to a module's first argument, which is what it multiplies."""
     x, *others = arguments
     if how.inverse is not None:
         x = x * torch.from_numpy(how.inverse).to(x)
+    if how.form in DYNAMIC:
+        rounded = dynamic.round_blocks(x.detach().float().cpu().numpy(), FORMS[how.form], how.scale)
+        return (torch.from_numpy(rounded).to(x), *others)
     scaled = x.float() / how.scale
-    if how.dtype == ir.DataType.INT8:
+    if how.form == "int8":
         q = scaled.round().clamp(-128, 127)
     else:
         q = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()

@@ -9,17 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ghostexport.models.blocks import find_blocks, hidden_states, output_states
+from ghostexport.models.blocks import StopForwardError, find_blocks, hidden_states, output_states
 
 #: States of recurrent and convolutional blocks, as caches of transformers call them.
 STATES = ("conv_states", "recurrent_states")
 
 #: Tokens of more than one chunk of any mixer (the largest is 256), and of no whole number of them.
 MANY = 333
-
-
-class _StopForwardError(Exception):
-    """Raised inside a hook to leave a forward pass; never seen outside this file."""
 
 
 def read_residuals(
@@ -51,13 +47,13 @@ def read_residuals(
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             visit(index, hidden_states(args, kwargs).to(input_ids.device))
             if index == last:
-                raise _StopForwardError
+                raise StopForwardError
 
         return hook
 
     def after_last_block(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         visit(len(blocks), output_states(output).to(input_ids.device))
-        raise _StopForwardError
+        raise StopForwardError
 
     # Prepended: a value is read before an operator inserted at the same place changes it.
     handles = [
@@ -70,7 +66,7 @@ def read_residuals(
     try:
         with torch.no_grad():
             model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-    except _StopForwardError:
+    except StopForwardError:
         pass
     finally:
         for handle in handles:

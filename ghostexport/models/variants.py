@@ -260,6 +260,19 @@ def _install(model: Any, blocks: nn.ModuleList, operator: Operator, like: torch.
         blocks[-1].register_forward_hook(module.after)
 
 
+def around_operator(blocks: nn.ModuleList, position: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Residual values ``(B, T, C)`` before and behind the operator at a position, if any.
+
+    ``x`` is what is read there (:func:`ghostexport.models.read_residuals`) just now: inside a block, the operator
+    knows only the values of its last run.
+    """
+    if position and (mid := getattr(blocks[position - 1], "ghost_mid", None)) is not None:
+        last = position == len(blocks)  # is read before its change is added, others behind it
+        return (x, x + mid._mid_change) if last else (x - mid._mid_change, x)
+    here, name = (blocks[-1], "ghost_after") if position == len(blocks) else (blocks[position], "ghost")
+    return x, (getattr(here, name)(x) if hasattr(here, name) else x)
+
+
 def _attach(block: nn.Module, name: str, module: BoundaryModule) -> None:
     if hasattr(block, name):
         raise RecoveryError("The model already has an operator at this boundary.", "Start from the pruned model.")

@@ -1,4 +1,4 @@
-"""Quantised graphs: weights of linears in int8, int4, fp8 or NVFP4 as ``DequantizeLinear -> MatMul``, without torch.
+"""Quantised graphs: weights of linears in int8, int4, fp8, MXFP8 or NVFP4, as ``DequantizeLinear``; no torch.
 
 Reading order: :mod:`forms` (what a number becomes), :mod:`scales` (how a block's scale is chosen), :mod:`linears`
 (which weights of a graph), :mod:`importance` (which inputs matter), :mod:`targets` (what a device can hold),

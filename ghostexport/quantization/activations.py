@@ -1,5 +1,7 @@
 """Inputs of linears rounded as well (W8A8): one scale per tensor, from the largest value of the calibration text.
 
+MXFP8 and NVFP4 find the scales of their blocks while they run: :mod:`ghostexport.quantization.dynamic`.
+
 ::
 
     x @ W   ->   DequantizeLinear(QuantizeLinear(x * 1/s, a), a) @ DequantizeLinear(q, w)
@@ -21,9 +23,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ghostexport.onnxfile import initializer, values
-from ghostexport.quantization.forms import SCALE_DTYPES, Form
+from ghostexport.quantization import dynamic
+from ghostexport.quantization.forms import SCALE_DTYPES, UNPACK, Form
 from ghostexport.quantization.inputs import Inputs
 from ghostexport.quantization.linears import Linear
+from ghostexport.quantization.targets import DYNAMIC
 
 #: SmolLM2's inputs of down_proj reach 3065 and 2371 where the others stay below 105: rounding those doubles the
 #: perplexity.
@@ -37,7 +41,7 @@ class Rounding:
     Attributes:
         source: the value they read.
         linears: those that read it.
-        scale: of the tensor.
+        scale: of the tensor; MXFP8 has none and passes over it.
         smooth: ``s [K]``, or None.
     """
 
@@ -74,7 +78,7 @@ def choose(
         largest = inputs[own[0].name].largest
         s = None if smooth is None else _smoothing(own, largest, smooth)
         reach = float((largest if s is None else largest / s).max())
-        chosen.append(Rounding(source, tuple(own), max(reach, 1e-30) / form.grid, s))
+        chosen.append(Rounding(source, tuple(own), max(reach, 1e-30) / form.reach, s))
     return chosen, kept
 
 
@@ -84,26 +88,42 @@ def insert(graph: ir.Graph, rounding: Rounding, form: Form) -> list[ir.Value]:
     dtype = rounding.linears[0].weight.dtype
     assert dtype is not None
     stored = SCALE_DTYPES[dtype]
-    scale = initializer(ir.tensor(np.asarray(rounding.scale, stored), dtype=dtype, name=f"{name}.input.scale"))
-    zero = initializer(ir.tensor(np.zeros((), form.numpy), dtype=form.dtype, name=f"{name}.input.zero"))
-    new, nodes, x = [scale, zero], [], source
+    new, nodes, x = list[ir.Value](), list[ir.Node](), source
     if rounding.smooth is not None:
         inverted = (1 / rounding.smooth).astype(stored)
         inverse = initializer(ir.tensor(inverted, dtype=dtype, name=f"{name}.input.smooth"))
-        new.insert(0, inverse)
+        new.append(inverse)
         nodes.append(ir.node("Mul", [x, inverse], name=f"{name}.input.smoothed"))
-        x = nodes[-1].outputs[0]
-    nodes.append(ir.node("QuantizeLinear", [x, scale, zero], name=f"{name}.input.quantize"))
-    nodes.append(ir.node("DequantizeLinear", [nodes[-1].outputs[0], scale, zero], name=f"{name}.input.dequantize"))
-    for node in nodes:
-        value = node.outputs[0]
-        value.name, value.shape = f"{node.name}.value", source.shape
-        value.type = ir.TensorType(form.dtype if node.op_type == "QuantizeLinear" else dtype)
+        x = _typed(nodes[-1], dtype, source)
+    made, constants = (dynamic.nodes if form.name in DYNAMIC else _static)(x, form, rounding.scale, dtype, name)
+    nodes, new = [*nodes, *made], [*new, *constants]
     products = {product: None for linear in rounding.linears for product in linear.products}
     graph.insert_before(min(products, key=list(graph).index), nodes)
     for product in products:
         product.replace_input_with(0, nodes[-1].outputs[0])
     return new
+
+
+def _static(
+    x: ir.Value, form: Form, scale: float, dtype: ir.DataType, name: str
+) -> tuple[list[ir.Node], list[ir.Value]]:
+    """As :func:`dynamic.nodes`, with one scale for the tensor."""
+    stored = np.asarray(scale, SCALE_DTYPES[dtype])
+    constants = [
+        initializer(ir.tensor(stored, dtype=dtype, name=f"{name}.input.scale")),
+        initializer(ir.tensor(np.zeros((), form.numpy), dtype=form.dtype, name=f"{name}.input.zero")),
+    ]
+    quantize = ir.node("QuantizeLinear", [x, *constants], name=f"{name}.input.quantize")
+    unpack = ir.node(UNPACK, [_typed(quantize, form.dtype, x), *constants], name=f"{name}.input.dequantize")
+    _typed(unpack, dtype, x)
+    return [quantize, unpack], constants
+
+
+def _typed(node: ir.Node, dtype: ir.DataType, like: ir.Value) -> ir.Value:
+    """The node's value, named, with the shape of another."""
+    value = node.outputs[0]
+    value.name, value.shape, value.type = f"{node.name}.value", like.shape, ir.TensorType(dtype)
+    return value
 
 
 def _smoothing(linears: Sequence[Linear], largest: NDArray[np.float32], alpha: float) -> NDArray[np.float32]:

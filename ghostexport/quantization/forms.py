@@ -36,6 +36,7 @@ class Form:
             as the dense float graph on a CPU, with scales per channel 2.1).
         opset: smallest opset whose ``DequantizeLinear`` takes it.
         double: the scales are quantised too (E4M3 times one float per tensor).
+        powers: the scales are powers of two (E8M0, held as its eight bits), unpacked by TensorRT's own operator.
         mantissa: of a float: bits of its mantissa, and its smallest normal exponent; None for an integer.
     """
 
@@ -46,7 +47,17 @@ class Form:
     blocks: tuple[int | None, ...]
     opset: int
     double: bool = False
+    powers: bool = False
     mantissa: tuple[int, int] | None = None
+
+    def scale_dtype(self, stream: np.dtype[Any]) -> np.dtype[Any]:
+        """What a scale is rounded to where the weight meets a stream of that dtype."""
+        return np.dtype(ml_dtypes.float8_e8m0fnu if self.powers else ml_dtypes.float8_e4m3fn if self.double else stream)
+
+    @property
+    def reach(self) -> float:
+        """Largest magnitude of a tensor whose own float is 1."""
+        return self.grid * (E4M3_MAX if self.double else 1)
 
     @property
     def numpy(self) -> np.dtype[Any]:
@@ -88,8 +99,13 @@ FORMS: Mapping[str, Form] = {
     "int8": Form("int8", ir.DataType.INT8, 127, -127, (128, 64, 32, 16, None), 21),
     "int4": Form("int4", ir.DataType.INT4, 7, -8, (128, 64, 32, 16), 21),
     "fp8": Form("fp8", ir.DataType.FLOAT8E4M3FN, E4M3_MAX, -E4M3_MAX, (None,), 21, mantissa=(3, -6)),
+    "mxfp8": Form("mxfp8", ir.DataType.FLOAT8E4M3FN, E4M3_MAX, -E4M3_MAX, (32,), 21, powers=True, mantissa=(3, -6)),
     "nvfp4": Form("nvfp4", ir.DataType.FLOAT4E2M1, 6, -6, (16,), 23, double=True, mantissa=(1, 0)),
 }
+
+#: Operators that make a weight of its numbers and scales. The second is TensorRT's, of domain ``trt``, for MXFP8, whose
+#: scales in ONNX's own type (E8M0) its parser does not read.
+UNPACK, UNPACK_MX = "DequantizeLinear", "TRT_MXFP8DequantizeLinear"
 
 #: dtypes a scale can have, by the dtype of the stream that the weight meets.
 SCALE_DTYPES: Mapping[ir.DataType, np.dtype[Any]] = {

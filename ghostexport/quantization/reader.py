@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ghostexport.errors import SurgeryError
 from ghostexport.onnxfile import initializer, load_graph, values
+from ghostexport.quantization import dynamic
+from ghostexport.quantization.forms import UNPACK, UNPACK_MX
 from ghostexport.quantization.linears import products_of
 
 _SUFFIX = ".q"
@@ -22,12 +25,12 @@ class RoundedInput:
     """What is done to the input of a weight before the product: ``round(x * inverse / scale) * scale``.
 
     Attributes:
-        dtype: ``INT8`` or ``FLOAT8E4M3FN``.
-        scale: of the tensor.
+        form: of the numbers: ``int8`` or ``fp8``; ``mxfp8`` or ``nvfp4`` in blocks.
+        scale: of the tensor; 1 of MXFP8.
         inverse: ``1 / s [K]`` of SmoothQuant; None without.
     """
 
-    dtype: ir.DataType
+    form: str
     scale: float
     inverse: NDArray[np.float32] | None
 
@@ -39,16 +42,22 @@ def rounded_inputs(graph: Path) -> dict[str, RoundedInput]:
         for product, _ in products_of(node.outputs[0]):
             unpack = product.inputs[0].producer() if product.inputs[0] is not None else None
             rounding = unpack.inputs[0].producer() if unpack is not None and unpack.inputs[0] is not None else None
-            if unpack is None or rounding is None or rounding.op_type != "QuantizeLinear":
+            if unpack is None or rounding is None or rounding.op_type not in ("QuantizeLinear", *dynamic.OPERATORS):
                 continue
             smooth = rounding.inputs[0].producer() if rounding.inputs[0] is not None else None
             inverse = None
             if smooth is not None and (smooth.name or "").endswith(".input.smoothed"):
                 inverse = values(_constant(smooth.inputs[1])).astype(np.float32)
-            scale = float(values(_constant(rounding.inputs[1])).astype(np.float32))
+            scale = float(values(_constant(rounding.inputs[1])).astype(np.float32)) if len(rounding.inputs) > 1 else 1.0
             name = (node.inputs[0].name or "").removesuffix(_SUFFIX)  # type: ignore[union-attr]
-            found[name] = RoundedInput(_constant(rounding.inputs[2]).dtype, scale, inverse)
+            found[name] = RoundedInput(_form_of_inputs(rounding), scale, inverse)
     return found
+
+
+def _form_of_inputs(rounding: ir.Node) -> str:
+    if rounding.op_type in dynamic.OPERATORS:
+        return dynamic.OPERATORS[rounding.op_type]
+    return "int8" if _constant(rounding.inputs[2]).dtype == ir.DataType.INT8 else "fp8"
 
 
 def rounded_weights(graph: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
@@ -64,12 +73,13 @@ def rounded_weights(graph: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 def write_unpacked(graph: Path, folder: Path) -> Path:
     """Writes the graph with float weights in the rounded ones' place into ``folder``: for runtimes without kernels."""
     model = load_graph(graph)
+    dynamic.write_as_functions(model)
     for node in _unpacking(model):
         weight = _float_weight(node)
         model.graph.register_initializer(weight)
         node.outputs[0].replace_all_uses_with(weight)
         model.graph.remove(node, safe=True)
-    for node in [n for n in model.graph if n.op_type == "DequantizeLinear" and not n.outputs[0].uses()]:
+    for node in [n for n in model.graph if n.op_type == UNPACK and not n.outputs[0].uses()]:
         model.graph.remove(node, safe=True)  # scales of a double form
     for name in [name for name, value in model.graph.initializers.items() if not value.uses()]:
         del model.graph.initializers[name]
@@ -94,7 +104,7 @@ def _unpacking(model: ir.Model) -> list[ir.Node]:
     return [
         node
         for node in model.graph
-        if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and _is_weight(node.inputs[0])
+        if node.op_type in (UNPACK, UNPACK_MX) and node.inputs[0] is not None and _is_weight(node.inputs[0])
     ]
 
 
@@ -114,11 +124,13 @@ def _parts(node: ir.Node) -> Parts:
 
 
 def _unpacked(parts: Parts) -> NDArray[np.float32]:
-    """``DequantizeLinear`` by its definition."""
+    """``DequantizeLinear``, or TensorRT's of MXFP8, by its definition."""
     q, factors, axis, block = parts
     scale = np.ones(1, np.float32)
     for factor in factors:
-        scale = scale * values(factor).astype(np.float32)
+        stored = values(factor)
+        powers = factor.dtype == ir.DataType.UINT8  # E8M0 by its bits
+        scale = scale * (stored.view(ml_dtypes.float8_e8m0fnu) if powers else stored).astype(np.float32)
     spread = np.repeat(scale, block, axis=axis) if block else np.expand_dims(scale, 1 - axis)
     return np.asarray(values(q).astype(np.float32) * spread, np.float32)
 

@@ -45,22 +45,22 @@ def quantize(
 
     Returns:
         ``q [K, N]`` in the form's type; scales ``[K / B, N]``, or ``[N]`` per channel, rounded to ``scale_dtype``
-        (E4M3 for a double form); the tensor's own float ``[]`` of a double form, 1 otherwise.
+        (E4M3 for a double form, E8M0 for powers of two); the tensor's own float ``[]`` of a double form, 1 otherwise.
     """
     inputs, outputs = weight.shape
     size = inputs if block is None else block
     unit = np.float32(1)
     if form.double:
         largest = float(np.abs(weight).max(initial=0).astype(np.float32))
-        unit = np.float32(np.asarray(max(largest, 1e-30) / (form.grid * E4M3_MAX), scale_dtype))
+        unit = np.float32(np.asarray(max(largest, 1e-30) / form.reach, scale_dtype))
     q = np.empty((inputs, outputs), form.numpy)
-    scale = np.empty((inputs // size, outputs), _scale_storage(form, scale_dtype))
+    scale = np.empty((inputs // size, outputs), form.scale_dtype(scale_dtype))
     d = np.ones(inputs, np.float32) if importance is None else _normalised(importance)
 
     def round_part(part: slice) -> None:
         W = weight[:, part].astype(np.float32).reshape(inputs // size, size, -1)
         D = d.reshape(inputs // size, size, 1)
-        s = _searched(W, D, form, unit, scale.dtype) if search else _absmax(W, form, unit, scale.dtype)
+        s = _searched(W, D, form, unit, scale.dtype) if search else largest_scales(W, form, unit, scale.dtype)
         scale[:, part] = (s / unit).astype(scale.dtype)[:, 0]
         exact = scale[:, None, part].astype(np.float32) * unit  # as the runtime will read it
         q[:, part] = form.encode(W, exact).reshape(inputs, -1)
@@ -88,10 +88,6 @@ def relative_error(weight: NDArray[Any], rounded: NDArray[np.float32], importanc
     return float(np.sqrt((d @ rows) / max(float(d @ whole), 1e-300)))
 
 
-def _scale_storage(form: Form, scale_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.float8_e4m3fn) if form.double else scale_dtype
-
-
 def _normalised(importance: NDArray[np.float64]) -> NDArray[np.float32]:
     mean = float(importance.mean())
     # an input that never fired still has a weight; a thousandth keeps its rounding sane without steering the scale
@@ -100,12 +96,19 @@ def _normalised(importance: NDArray[np.float64]) -> NDArray[np.float32]:
 
 def _stored(s: NDArray[np.float32], unit: np.float32, dtype: np.dtype[Any]) -> NDArray[np.float32]:
     """What a scale reads back as after it was stored."""
-    limit = E4M3_MAX if dtype.name == "float8_e4m3fn" else np.inf
+    if dtype == ml_dtypes.float8_e8m0fnu:
+        s = np.maximum(s, np.float32(2.0**-126))  # it has no zero
+    limit = E4M3_MAX if dtype == ml_dtypes.float8_e4m3fn else np.inf
     return np.asarray(np.minimum(s / unit, limit).astype(dtype).astype(np.float32) * unit, np.float32)
 
 
-def _absmax(W: NDArray[np.float32], form: Form, unit: np.float32, dtype: np.dtype[Any]) -> NDArray[np.float32]:
-    return _stored(np.abs(W).max(axis=1, keepdims=True) / np.float32(form.grid), unit, dtype)
+def largest_scales(W: NDArray[np.float32], form: Form, unit: np.float32, dtype: np.dtype[Any]) -> NDArray[np.float32]:
+    """``W [G, B, n]`` -> scales ``[G, 1, n]`` that map each block's largest magnitude to the end of the grid."""
+    s = np.abs(W).max(axis=1, keepdims=True) / np.float32(form.grid)
+    if form.powers:  # the next above, so that nothing is clipped
+        part, exponent = np.frexp(s)
+        s = np.ldexp(np.float32(1), exponent - (part == 0.5))
+    return _stored(s, unit, dtype)
 
 
 def _searched(
@@ -113,7 +116,7 @@ def _searched(
 ) -> NDArray[np.float32]:
     """``W [G, B, n]``, ``d [G, B, 1]`` -> the best scales ``[G, 1, n]`` as they read back."""
     largest = np.abs(W).max(axis=1, keepdims=True) / np.float32(form.grid)
-    best = _stored(largest, unit, dtype)
+    best = largest_scales(W, form, unit, dtype)
     least = _error(W, d, form, best)
     for fraction in FRACTIONS:
         best, least = _better(W, d, form, _stored(largest * fraction, unit, dtype), best, least)

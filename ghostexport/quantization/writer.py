@@ -5,6 +5,8 @@
     x @ W             ->   x @ DequantizeLinear(q, s)                              axis 0, blocks along the inputs
     Gather(E), E'     ->   one DequantizeLinear(q, s) feeding Gather and Transpose  axis 1
 
+(of MXFP8 TensorRT's ``TRT_MXFP8DequantizeLinear``).
+
 Weights are read, rounded and written one at a time, in graph order, so memory is bounded by the largest tensor and the
 data file is written once. Equal input gives equal bytes.
 """
@@ -25,7 +27,7 @@ from ghostexport.errors import NameCollision, RecipeError, SurgeryError
 from ghostexport.files import write_json
 from ghostexport.onnxfile import initializer, load_graph, save_graph, weight_bytes
 from ghostexport.quantization import activations
-from ghostexport.quantization.forms import FORMS, SCALE_DTYPES, Form
+from ghostexport.quantization.forms import FORMS, SCALE_DTYPES, UNPACK, UNPACK_MX, Form
 from ghostexport.quantization.inputs import Inputs
 from ghostexport.quantization.linears import Linear, find_linears
 from ghostexport.quantization.scales import dequantize, quantize, relative_error
@@ -38,7 +40,8 @@ OLDEST = 18
 IR_VERSION_OF: Mapping[int, int] = {21: 10, 23: 11}
 
 _QUANTISED = (
-    "DequantizeLinear",
+    UNPACK,
+    UNPACK_MX,
     "QuantizeLinear",
     "MatMulNBits",
     "MatMulInteger",
@@ -127,18 +130,18 @@ def quantize_graph(
         output: the new file; its weights go to ``<output>.data``, the report to ``<output stem>.quantization.json``.
         form: a name of :data:`ghostexport.quantization.forms.FORMS`.
         settings: block, scales, head, operator, activations.
-        inputs: from :func:`ghostexport.quantization.inputs.measure_inputs`; static activations need them.
+        inputs: from :func:`ghostexport.quantization.inputs.measure_inputs`; rounded activations need them.
         progress: called with weights done and their number.
 
     Raises:
-        RecipeError: an unknown form, static activations without ``inputs``, or with a form that has none.
+        RecipeError: an unknown form, rounded activations without ``inputs``, or with a form that has none.
         SurgeryError: nothing to quantise, quantised already, or ``block`` does not divide a linear's inputs.
     """
     require_name(form, FORMS, "format")
     settings.require_form(form)
-    static = settings.activations == "static"
-    if static and inputs is None:
-        raise RecipeError("Static activations take their scales from calibration text.", "Give a calibration.")
+    rounds = settings.activations != "none"
+    if rounds and inputs is None:
+        raise RecipeError("Rounded activations take their scales from calibration text.", "Give a calibration.")
     model = load_graph(source)
     linears = [linear for linear in find_linears(model, settings.operator != "keep") if linear.products]
     _refuse(model, linears, source)
@@ -149,8 +152,10 @@ def quantize_graph(
         for linear in linears
     ]
     raise_opset(model, max([opset, *(job.form.opset for job in jobs if job.form is not None)]))
-    new = _round_inputs(model.graph, jobs, settings, inputs) if static and inputs is not None else []
+    new = _round_inputs(model.graph, jobs, settings, inputs) if rounds and inputs is not None else []
     new += [value for job in jobs if job.form is not None for value in _replace(model.graph, job)]
+    if any(node.domain == "trt" for node in model.graph):
+        model.opset_imports["trt"] = 1
     for done, job in enumerate(jobs):
         job.written = functools.partial(progress, done + 1, len(jobs))
     save_graph(model, output, new, self_contained=True)
@@ -212,7 +217,7 @@ class _Job:
         self.error = relative_error(weight, dequantize(q, scale, unit), importance)
         if axis == 1:
             q, scale = np.ascontiguousarray(q.T), np.ascontiguousarray(scale.T)
-        self._parts = {"q": q, "scale": scale}
+        self._parts = {"q": q, "scale": scale.view(np.uint8) if self.form.powers else scale}
         if self.form.double:
             self._parts["unit"] = unit.astype(scale_dtype)
 
@@ -233,7 +238,9 @@ class _Job:
         q_shape = [inputs, outputs]
         if self.linear.inputs_axis == 1:
             q_shape, scale_shape = q_shape[::-1], scale_shape[::-1]
-        scale_dtype = ir.DataType.FLOAT8E4M3FN if self.form.double else self.tensor.dtype
+        scale_dtype = self.tensor.dtype
+        if self.form.double or self.form.powers:
+            scale_dtype = ir.DataType.UINT8 if self.form.powers else ir.DataType.FLOAT8E4M3FN
         unit = self._value("unit", self.tensor.dtype, []) if self.form.double else None
         return self._value("q", self.form.dtype, q_shape), self._value("scale", scale_dtype, scale_shape), unit
 
@@ -306,7 +313,8 @@ def _replace(graph: ir.Graph, job: _Job) -> list[ir.Value]:
         scale_in = widen.outputs[0]
     axis = linear.inputs_axis if job.block is not None else 1 - linear.inputs_axis
     attributes = {"axis": axis} | ({} if job.block is None else {"block_size": job.block})
-    node = _dequantize(f"{linear.name}.dequantize", [q, scale_in], attributes, weight.shape, weight.dtype)
+    mx = job.form is not None and job.form.powers
+    node = _dequantize(f"{linear.name}.dequantize", [q, scale_in], attributes, weight.shape, weight.dtype, mx)
     graph.insert_before(first, node)
     weight.replace_all_uses_with(node.outputs[0])
     del graph.initializers[linear.name]
@@ -326,11 +334,20 @@ def register(graph: ir.Graph, new: list[ir.Value]) -> None:
 
 
 def _dequantize(
-    name: str, inputs: list[ir.Value], attributes: dict[str, int], shape: Any, dtype: ir.DataType | None
+    name: str,
+    inputs: list[ir.Value],
+    attributes: dict[str, int],
+    shape: Any,
+    dtype: ir.DataType | None,
+    mx: bool = False,
 ) -> ir.Node:
-    node = ir.node("DequantizeLinear", inputs, attributes, name=name)
+    dtype = dtype or ir.DataType.FLOAT
+    if mx:
+        node = ir.node(UNPACK_MX, inputs, attributes | {"output_dtype": dtype}, name=name, domain="trt")
+    else:
+        node = ir.node(UNPACK, inputs, attributes, name=name)
     value = node.outputs[0]
-    value.name, value.shape, value.type = f"{name}.value", shape, ir.TensorType(dtype or ir.DataType.FLOAT)
+    value.name, value.shape, value.type = f"{name}.value", shape, ir.TensorType(dtype)
     return node
 
 

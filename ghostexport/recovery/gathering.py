@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.distributed import add_up, shared_out
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel, read_residuals
+from ghostexport.models import LoadedModel, Shelf, read_streams
 from ghostexport.moments import BoundaryMoments, MagnitudeRatios, TokenSample, require_finite, token_weights
 from ghostexport.plan import Boundary
 from ghostexport.recovery.fits.hadamard import hadamard
@@ -188,7 +187,7 @@ class BoundaryWatch:
     """Looks on while residual values go by in depth order, and calls ``add`` at the end of every boundary's span.
 
     Attributes:
-        points: the residual values it needs; one is held at a time.
+        points: the residual values it needs; one of each batch is held at a time.
     """
 
     def __init__(self, boundaries: Sequence[Boundary], add: Add, last: Mapping[int, LastBlock] | None = None) -> None:
@@ -196,19 +195,21 @@ class BoundaryWatch:
         self._stops = {b.span.stop: b for b in boundaries}
         self.points = self._starts | set(self._stops)
         self._add, self._last = add, {} if last is None else last
-        self._before: torch.Tensor | None = None
+        self._shelf = Shelf()
 
     def __call__(self, batch: Batch, point: int, x: torch.Tensor) -> None:
         if point not in self.points:
             return
         require_finite(x[batch.mask], point)
-        if point in self._stops:
-            boundary = self._stops[point]
-            assert self._before is not None
-            inner = self._last.get(boundary.span.start - 1)
-            self._add(boundary.index, batch.sequences, batch.mask, self._before, x, inner)
+        first = batch.sequences.start
+        if boundary := self._stops.get(point):
+            before, last = self._shelf.take((first, "x")), self._last.get(boundary.span.start - 1)
+            last = None if last is None else last.taken(self._shelf, first)
+            self._add(boundary.index, batch.sequences, batch.mask, before, x, last)
         if point in self._starts:
-            self._before = x
+            self._shelf.put((first, "x"), x)
+            if (last := self._last.get(point - 1)) is not None:
+                last.put(self._shelf, first)
 
 
 def stream_boundaries(
@@ -223,17 +224,14 @@ def stream_boundaries(
 ) -> None:
     """Runs the model and calls ``add`` at every boundary for each batch.
 
-    The forward pass ends at the last boundary's stop; one residual value is held at a time. ``inside`` asks for the
+    The pass ends at the last boundary's stop; one residual value of a batch is held at a time. ``inside`` asks for the
     inside of the last kept block before each boundary, which is None otherwise and where nothing is kept.
     ``sequences`` counts progress.
     """
     blocks = [b.span.start - 1 for b in boundaries if b.span.start] if inside else []
     with tapped(loaded, blocks, "This operator") as last:
         watch = BoundaryWatch(boundaries, add, last)
-        for batch in batches:
-            visit = partial(watch, batch)
-            read_residuals(loaded.model, watch.points, visit, batch.input_ids, batch.attention_mask)
-            execution.progress(task, batch.sequences.stop, sequences)
+        read_streams(loaded, batches, watch.points, watch, execution, task, sequences)
 
 
 def _basis(name: Basis, channels: int) -> torch.Tensor | None:

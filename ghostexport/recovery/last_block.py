@@ -18,7 +18,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 
 from ghostexport.errors import ModelLayoutError, RecoveryError
-from ghostexport.models import Addition, Anatomy, LoadedModel, find_anatomies, find_mid, right_multiply
+from ghostexport.models import Addition, Anatomy, LoadedModel, Shelf, find_anatomies, find_mid, right_multiply
 
 _REMEDY = "Use an operator that acts at the boundary, such as ghost-weighted or ghost-weighted+refit; best finds one."
 
@@ -49,6 +49,15 @@ class LastBlock:
 
     def __getitem__(self, mask: Any) -> LastBlock:
         return replace(self, mid=self.mid[mask], inner=self.inner[mask])
+
+    def put(self, shelf: Shelf, key: int) -> None:
+        """Puts the values away."""
+        shelf.put((key, "mid"), self.mid)
+        shelf.put((key, "inner"), self.inner)
+
+    def taken(self, shelf: Shelf, key: int) -> LastBlock:
+        """The same block with the values put away under a key."""
+        return replace(self, mid=shelf.take((key, "mid")), inner=shelf.take((key, "inner")))
 
     @property
     def regressors(self) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.composing import product
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel, patch, read_residuals
+from ghostexport.models import LoadedModel, Shelf, patch, read_streams
 from ghostexport.moments import require_finite
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import BlockSpan, Boundary, PrunePlan
@@ -85,23 +85,29 @@ def crossings(
     execution: Execution,
     task: str,
 ) -> Iterator[Crossing]:
-    """Runs both models over the tokens, one batch at a time."""
+    """Runs both models over the tokens."""
     blocks = [boundary.position - 1] if inside and boundary.position else []
+    shelf, quiet = Shelf(), replace(execution, progress=lambda *_: None)
+    found = list(tokens.batches(loaded.device))
+
+    def keep_both(batch: Batch, point: int, x: torch.Tensor) -> None:
+        keep(batch, point, x, "before")
+        if inner := last.get(point - 1):
+            inner.put(shelf, batch.sequences.start)
+
+    def keep(batch: Batch, point: int, x: torch.Tensor, name: str = "after") -> None:
+        require_finite(x[batch.mask], point)
+        shelf.put((batch.sequences.start, name), x)
+
     with tapped(prefix, blocks, "This operator") as last:
-        for batch in tokens.batches(loaded.device):
-            found: dict[int, torch.Tensor] = {}
-
-            def visit(
-                point: int, x: torch.Tensor, found: dict[int, torch.Tensor] = found, mask: torch.Tensor = batch.mask
-            ) -> None:
-                require_finite(x[mask], point)
-                found[point] = x
-
-            read_residuals(prefix.model, [boundary.position], visit, batch.input_ids, batch.attention_mask)
-            x = found[boundary.position]
-            read_residuals(loaded.model, [boundary.span.stop], visit, batch.input_ids, batch.attention_mask)
-            yield batch, x, found[boundary.span.stop], last.get(boundary.position - 1)
-            execution.progress(f"{task}: cut {boundary.index + 1}", batch.sequences.stop, len(tokens))
+        for batches in [found] if loaded.walked else [[batch] for batch in found]:
+            read_streams(prefix, batches, [boundary.position], keep_both, quiet, task, len(tokens))
+            read_streams(loaded, batches, [boundary.span.stop], keep, quiet, task, len(tokens))
+            for batch in batches:
+                first, inner = batch.sequences.start, last.get(boundary.position - 1)
+                inner = None if inner is None else inner.taken(shelf, first)
+                yield batch, shelf.take((first, "before")), shelf.take((first, "after")), inner
+                execution.progress(f"{task}: cut {boundary.index + 1}", batch.sequences.stop, len(tokens))
 
 
 def single_blocks(plan: PrunePlan) -> tuple[Boundary, ...]:

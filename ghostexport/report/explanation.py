@@ -18,7 +18,7 @@ LITTLE, MUCH = 0.05, 0.3
 def explain(run: RunFiles) -> list[str]:
     """Sentences about a run, from its files alone; each begins with what it is about."""
     if run.plan is None:
-        return [f"Removed: nothing yet. Next: ghostexport select {run.path} --prune N."]
+        return [f"Removed: nothing yet. Next: ghostexport select {run.path} --prune N"]
     chosen = run.plan.get("criterion")
     said = [f"Removed: decoder blocks {run.cut} of {run.model}{f', chosen by {chosen}' if chosen else ''}."]
     said += _cost(run)
@@ -97,23 +97,23 @@ def _advice(run: RunFiles) -> list[str]:
     """What to try, most worth first."""
     found, best = _perplexities(run), best_repair(run)
     if best is None or "dense" not in found:
-        return [f"measure what it cost: ghostexport eval {run.path}."]
+        return [f"measure what it cost: ghostexport eval {run.path}"]
     said, loss = [], _loss(run, best)
     if best == "pruned" and len(found) > 2:  # dense, pruned and a repair
-        said.append(f"the bare cut beats every repair here; more text, or: ghostexport eval {run.path} --quality best.")
+        said.append(f"the bare cut beats every repair here; more text, or: ghostexport eval {run.path} --quality best")
     elif loss > LITTLE:
         operators = run.recipe.get("recover", {}).get("operators", [])
         strong = any(name.endswith(REFIT) or name in (BEST, HEAL) or "healed" in name for name in operators)
         if not strong:
-            said.append(f"a better repair at the same speed: ghostexport eval {run.path} --quality best.")
+            said.append(f"a better repair at the same speed: ghostexport eval {run.path} --quality best")
         elif loss > MUCH and not any("healed" in name for name in operators):
-            said.append(f"repair with gradients: ghostexport eval {run.path} --quality heal.")
+            said.append(f"repair with gradients: ghostexport eval {run.path} --quality heal")
         if loss > MUCH and run.num_removed > 1:
-            said.append(f"fewer blocks: ghostexport eval {run.path} --prune {run.num_removed - 1}.")
+            said.append(f"fewer blocks: ghostexport eval {run.path} --prune {run.num_removed - 1}")
     elif not run.benches:
         said.append("little was lost; more blocks may go.")
     if not run.quantization:
-        said.append(f"4-bit weights, the largest gain in speed: ghostexport bench {run.path} --quantize int4.")
+        said.append(f"4-bit weights, the largest gain in speed: ghostexport bench {run.path} --quantize int4")
     if not run.benches:
-        said.append(f"measure what it bought: ghostexport bench {run.path}.")
+        said.append(f"measure what it bought: ghostexport bench {run.path}")
     return said

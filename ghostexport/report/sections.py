@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ghostexport.recipe import is_repaired
 from ghostexport.report import plots
 from ghostexport.report.table import Row
 from ghostexport.runfiles import RunFiles
@@ -111,9 +112,7 @@ def text_rows(evaluation: Evaluation) -> list[Row]:
     """Perplexity and its ratios with intervals, KL and top-1 agreement to dense, and the ONNX graphs' perplexity."""
     found = evaluation["variants"]
     rows: list[Row] = [("perplexity", [number(v["perplexity"]) for v in found.values()])]
-    known = {
-        v: f["perplexity"] for v, f in found.items() if v not in ("dense", "pruned") and f["perplexity"] is not None
-    }
+    known = {v: f["perplexity"] for v, f in found.items() if is_repaired(v) and f["perplexity"] is not None}
     best = [min(known, key=lambda v: known[v])] if len(known) > 1 else []
     for against in ("dense", *best):
         ratio = [_difference(evaluation, v, against, "loss", math.exp, "{:.3f}") for v in found]
@@ -225,8 +224,8 @@ def score_plots(plan: Mapping[str, Any]) -> dict[str, dict[str, Points]]:
 def _points(values: Any, blocks: int) -> Points | None:
     if not isinstance(values, list) or len(values) < 2:
         return None
-    if all(isinstance(v, int | float) for v in values) and len(values) <= blocks + 1:
-        return [(float(block), float(v)) for block, v in enumerate(values)]
+    if all(v is None or isinstance(v, int | float) for v in values) and len(values) <= blocks + 1:
+        return [(float(block), float(v)) for block, v in enumerate(values) if v is not None]
     if all(isinstance(v, list) and len(v) == 3 for v in values):
         return sorted((float(start), float(v)) for start, _, v in values)
     return None

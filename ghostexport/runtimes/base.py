@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,14 @@ class Tensor:
     name: str
     dtype: str
     dims: tuple[int | str, ...]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape where roles have these sizes."""
+        return tuple(d if isinstance(d, int) else sizes[d] for d in self.dims)
+
+    def nbytes(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of its values where roles have these sizes."""
+        return math.prod(self.shape(sizes)) * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,17 @@ class EngineFile:
         """``dense.json`` of ``dense.engine``, ``dense.prefill.engine`` or ``dense.onnx``."""
         stem = self.path.name.removesuffix(self.path.suffix)
         return self.path.with_name(stem.removesuffix(".prefill") + ".json")
+
+    def profiles_of(self, plan: str) -> list[str]:
+        """The profiles in one of its plans, in order: of two plans, ``dense.decode.engine`` has those for decode."""
+        part = plan.removesuffix(".engine").rpartition(".")[2]
+        return [name for name in self.profiles if len(self.sha256) == 1 or name.startswith(part)]
+
+    def largest(self, profile: str, role: str) -> int:
+        """The largest size of ``role`` in a profile; 0 where no input has it."""
+        shapes = self.profiles[profile]
+        held = [t for t in self.inputs if role in t.dims and t.name in shapes]
+        return max((shapes[t.name][2][t.dims.index(role)] for t in held), default=0)
 
     @property
     def files(self) -> tuple[Path, ...]:

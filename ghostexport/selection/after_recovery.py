@@ -14,16 +14,17 @@ span with one operator, so its plan ends contiguous where that is better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import CalibrationError
-from ghostexport.evaluation.text import evaluate, torch_forward
+from ghostexport.evaluation.text import evaluate, forward_of
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel, patch, read_residuals
+from ghostexport.models import LoadedModel, Shelf, patch, read_streams
+from ghostexport.models.walking import Visit
 from ghostexport.moments import BoundaryMoments, require_finite, token_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
@@ -154,34 +155,33 @@ class Judge:
             return
         options = (self.loaded.hidden_size, self.loaded.device)
         moments = {span: (BoundaryMoments(*options), BoundaryMoments(*options)) for span in wanted}
-        for batch in self.calibration.batches(self.loaded.device):
-            self._add(batch, moments)
-            self.execution.progress("select", batch.sequences.stop, len(self.calibration))
+        self._add(moments)
         for span, (fitting, judging) in moments.items():
             ridge = RIDGE * median_diagonal(fitting)
             M = solve_ridge(fitting.gram, fitting.cross, ridge, fitting.tokens)
             self.repairs[span] = SpanRepair(M, judging.residual(M) / (fitting.channels * judging.tokens))
 
-    def _add(self, batch: Batch, moments: dict[Span, tuple[BoundaryMoments, BoundaryMoments]]) -> None:
+    def _add(self, moments: dict[Span, tuple[BoundaryMoments, BoundaryMoments]]) -> None:
         last = {start: max(stop for s, stop in moments if s == start) for start, _ in moments}
-        held: dict[int, torch.Tensor] = {}
+        held = Shelf()
 
-        def visit(point: int, x: torch.Tensor) -> None:
+        def visit(batch: Batch, point: int, x: torch.Tensor) -> None:
             require_finite(x[batch.mask], point)
+            first = batch.sequences.start
             for (start, stop), folds in moments.items():
                 if stop == point:
+                    before = held.take((first, start)) if last[start] == stop else held.look((first, start))
                     for fold, mask in zip(folds, _masks(batch), strict=True):
-                        fold.add(held[start][mask], x[mask], token_weights(x[mask]))
-            for start in [s for s in held if last[s] <= point]:
-                del held[start]
+                        fold.add(before[mask], x[mask], token_weights(x[mask]))
             if point in last:
-                held[point] = x
+                held.put((first, point), x)
 
-        self.read({point for span in moments for point in span}, visit, batch)
+        self.read({point for span in moments for point in span}, visit)
 
-    def read(self, points: Iterable[int], visit: Callable[[int, torch.Tensor], None], batch: Batch) -> None:
-        """Hands ``x_l`` of the batch to ``visit(l, x_l)`` in depth order."""
-        read_residuals(self.loaded.model, points, visit, batch.input_ids, batch.attention_mask)
+    def read(self, points: Iterable[int], visit: Visit) -> None:
+        """Hands residual values of all batches to ``visit(batch, l, x_l)``, of each in depth order."""
+        batches = self.calibration.batches(self.loaded.device)
+        read_streams(self.loaded, batches, points, visit, self.execution, "select", len(self.calibration))
 
     def error(self, plan: PrunePlan) -> float:
         """Sum of the plan's span errors, each measured by :meth:`measure` before."""
@@ -193,10 +193,11 @@ class Judge:
             Operator(b, "ghost-weighted", delta=self.repairs[b.span.start, b.span.stop].delta.float().cpu().numpy())
             for b in plan.boundaries
         )
-        model = patch(self.loaded, plan, OperatorSet("judged", operators, plan)).model
+        repaired = patch(self.loaded, plan, OperatorSet("judged", operators, plan))
         rows = slice(JUDGES - 1, None, JUDGES)
         judging = CalibrationSet.from_tokens(self.calibration.tokens[rows], self.calibration.attention_mask[rows])
-        return evaluate({"judged": torch_forward(model)}, judging)["judged"].perplexity
+        forward = forward_of(repaired, judging.batches(tokens=1), Execution())
+        return evaluate({"judged": forward}, judging)["judged"].perplexity
 
 
 def _masks(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,6 @@ the group whose members left are most alike (mean pairwise ``S``) gives its next
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -36,7 +35,7 @@ from numpy.typing import NDArray
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RuntimeUnavailableError
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel, read_residuals
+from ghostexport.models import LoadedModel, Shelf, read_streams
 from ghostexport.moments import require_finite
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
@@ -133,25 +132,24 @@ def summed(
 ) -> list[float]:
     """Sum over the calibration set of ``measure(x_s, x_{s + count})``, for every ``s`` in ``[0, L - count]``.
 
-    One pass; ``count + 1`` residual values of one batch are held.
+    One pass; ``count + 1`` residual values of a batch are held.
 
     Raises:
         CalibrationError: non-finite activations.
     """
     sums = torch.zeros(loaded.num_blocks - count + 1, dtype=torch.float64)
-    recent: deque[torch.Tensor] = deque(maxlen=count + 1)
-    for batch in calibration.batches(loaded.device):
-        recent.clear()
+    recent, points = Shelf(), range(loaded.num_blocks + 1)
 
-        def visit(point: int, x: torch.Tensor, batch: Batch = batch) -> None:
-            require_finite(x[batch.mask], point)
-            recent.append(units(x, batch.mask))
-            if point >= count:
-                sums[point - count] += measure(recent[0], recent[-1]).cpu()
-            watch(batch, point, x)
+    def visit(batch: Batch, point: int, x: torch.Tensor) -> None:
+        require_finite(x[batch.mask], point)
+        if point >= count:
+            before = recent.take((batch.sequences.start, point - count))
+            sums[point - count] += measure(units(before, batch.mask), units(x, batch.mask)).cpu()
+        if point + count in points:
+            recent.put((batch.sequences.start, point), x)
+        watch(batch, point, x)
 
-        read_residuals(loaded.model, range(loaded.num_blocks + 1), visit, batch.input_ids, batch.attention_mask)
-        execution.progress("select", batch.sequences.stop, len(calibration))
+    read_streams(loaded, calibration.batches(loaded.device), points, visit, execution, "select", len(calibration))
     return [float(total) for total in sums]
 
 
@@ -180,22 +178,20 @@ def lorp(loaded: LoadedModel, calibration: CalibrationSet, section: SelectSectio
 
 
 def similarities(loaded: LoadedModel, calibration: CalibrationSet, execution: Execution) -> Similarity:
-    """``S`` ``[L, L]`` in one pass, which holds the ``L`` residual values of one batch."""
+    """``S`` ``[L, L]`` in one pass, which holds the ``L`` residual values of a batch."""
     L = loaded.num_blocks
     total = torch.zeros(L, L, dtype=torch.float64)
-    for batch in calibration.batches(loaded.device):
-        directions: list[torch.Tensor] = []
+    shelf = Shelf()
 
-        def visit(
-            point: int, x: torch.Tensor, batch: Batch = batch, directions: list[torch.Tensor] = directions
-        ) -> None:
-            require_finite(x[batch.mask], point)
-            directions.append(token_units(x, batch.mask).flatten())
+    def visit(batch: Batch, point: int, x: torch.Tensor) -> None:
+        require_finite(x[batch.mask], point)
+        shelf.put((batch.sequences.start, point), x)
+        if point == L - 1:
+            held = (shelf.take((batch.sequences.start, before)) for before in range(L))
+            rows = torch.stack([token_units(value, batch.mask).flatten() for value in held])  # [L, n C]
+            total.add_((rows @ rows.T).double().cpu())
 
-        read_residuals(loaded.model, range(L), visit, batch.input_ids, batch.attention_mask)
-        rows = torch.stack(directions)  # [L, n C]
-        total += (rows @ rows.T).double().cpu()
-        execution.progress("select", batch.sequences.stop, len(calibration))
+    read_streams(loaded, calibration.batches(loaded.device), range(L), visit, execution, "select", len(calibration))
     return (total / calibration.num_tokens).numpy()
 
 

@@ -6,6 +6,7 @@ Nothing heavy is imported: a recipe's names are checked without torch.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -94,18 +95,20 @@ def best_run(
     )
 
 
-def lowest_blocks(criterion: str, scores: Sequence[float], section: SelectSection) -> PrunePlan:
+def lowest_blocks(criterion: str, scores: Sequence[float | None], section: SelectSection) -> PrunePlan:
     """Removes the ``section.prune`` eligible blocks of lowest score, one-shot; ties go to the first.
 
     Args:
-        scores: one per block of the model.
+        scores: one per block of the model; a block without one comes last.
 
     Raises:
         RecipeError: too few blocks are eligible.
     """
     count = section.prune or 0
-    order = sorted(eligible_blocks(len(scores), section), key=lambda block: (scores[block], block))
-    ranking = {"removed": order[:count], "runners_up": order[count : count + RUNNERS_UP]}
+    ranks = [math.inf if score is None else score for score in scores]
+    order = sorted(eligible_blocks(len(scores), section), key=lambda block: (ranks[block], block))
+    ranked = [block for block in order if scores[block] is not None]
+    ranking = {"removed": order[:count], "runners_up": ranked[count : count + RUNNERS_UP]}
     return PrunePlan.from_blocks(len(scores), order[:count], criterion, {"blocks": list(scores), "ranking": ranking})
 
 

@@ -38,6 +38,7 @@ from ghostexport.errors import RecipeError
 from ghostexport.execution import Execution
 from ghostexport.files import require_space, write_json
 from ghostexport.models import BoundaryModule, LoadedModel, patch
+from ghostexport.models.walking import Visit
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import SelectSection
@@ -99,10 +100,11 @@ class Kept(Judge):
 
     stream: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def read(self, points: Iterable[int], visit: Callable[[int, torch.Tensor], None], batch: Batch) -> None:
-        rows = slice(batch.sequences.start, batch.sequences.stop)
-        for point in sorted(points):
-            visit(point, self.stream[point, rows].to(self.loaded.device))
+    def read(self, points: Iterable[int], visit: Visit) -> None:
+        for batch in self.calibration.batches(self.loaded.device):
+            rows = slice(batch.sequences.start, batch.sequences.stop)
+            for point in sorted(points):
+                visit(batch, point, self.stream[point, rows].to(self.loaded.device))
 
 
 class Search:

@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ghostexport.calibration import Batch, CalibrationSet
-from ghostexport.evaluation.text import losses, torch_forward
+from ghostexport.evaluation.text import forward_of, losses
 from ghostexport.execution import Execution
-from ghostexport.models import LoadedModel, drop_blocks, patch, read_residuals
+from ghostexport.models import LoadedModel, Shelf, drop_blocks, needed_blocks, patch, read_streams
 from ghostexport.moments import MagnitudeRatios, require_finite
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
@@ -40,11 +41,12 @@ from ghostexport.recovery.fits.magnitudes import require_scalable
 from ghostexport.selection.criteria import RUNNERS_UP, eligible_blocks, function
 
 
-def perplexity(loaded: LoadedModel, calibration: CalibrationSet, execution: Execution) -> list[float]:
-    """``score(block)`` of every block."""
-    scores = []
+def perplexity(loaded: LoadedModel, calibration: CalibrationSet, execution: Execution) -> list[float | None]:
+    """``score(block)`` of every block; None of one that the model cannot be without."""
+    scores: list[float | None] = []
+    needed = needed_blocks(loaded.model)
     for block in range(loaded.num_blocks):
-        scores.append(math.exp(loss_without(loaded, [block], calibration)))
+        scores.append(None if block in needed else math.exp(loss_without(loaded, [block], calibration)))
         execution.progress("select", block + 1, loaded.num_blocks)
     return scores
 
@@ -77,7 +79,8 @@ def sleb(loaded: LoadedModel, calibration: CalibrationSet, section: SelectSectio
 
 def loss_without(loaded: LoadedModel, blocks: list[int], calibration: CalibrationSet) -> float:
     """Mean negative log-likelihood, in nats, of every real token that follows a real token. One forward pass."""
-    forward = torch_forward(drop_blocks(loaded.model, PrunePlan.from_blocks(loaded.num_blocks, blocks)))
+    without = drop_blocks(loaded.model, PrunePlan.from_blocks(loaded.num_blocks, blocks))
+    forward = forward_of(replace(loaded, model=without), calibration.batches(loaded.device), Execution())
     total, tokens = 0.0, 0
     for batch in calibration.batches(loaded.device):
         for loss, count in losses(forward(batch.input_ids, batch.attention_mask), batch):
@@ -109,7 +112,7 @@ def prune_and_comp(
         ranked = function(section.base)(current, calibration, quiet, **options)
         found = {block: ranked[position] for position, block in enumerate(plan.kept)}
         chosen, *others = sorted((b for b in found if b in eligible), key=lambda block: (found[block], block))
-        alpha = channel_scale(current, plan.kept.index(chosen), calibration)
+        alpha = channel_scale(current, plan.kept.index(chosen), calibration, quiet)
         scales[chosen] = alpha
         shown = _runners_up(others, found)
         rounds.append({"removed": chosen, "score": found[chosen], "scale": alpha, "runners_up": shown})
@@ -128,21 +131,21 @@ def compensated(loaded: LoadedModel, plan: PrunePlan, scales: Mapping[int, float
     return patch(loaded, plan, OperatorSet("prune-and-comp", tuple(operators), plan))
 
 
-def channel_scale(loaded: LoadedModel, block: int, calibration: CalibrationSet) -> float:
+def channel_scale(loaded: LoadedModel, block: int, calibration: CalibrationSet, execution: Execution) -> float:
     """``alpha`` across one block: the mean of the channels' mean ratios of magnitude. One pass up to the block."""
     ratios = MagnitudeRatios(loaded.hidden_size, device=loaded.device)
-    for batch in calibration.batches(loaded.device):
-        before: list[torch.Tensor] = []
+    shelf = Shelf()
 
-        def visit(point: int, x: torch.Tensor, batch: Batch = batch, before: list[torch.Tensor] = before) -> None:
-            require_finite(x[batch.mask], point)
-            if point == block:
-                before.append(x)
-                return
-            for row in range(len(x)):
-                ratios.add(before[0][row][batch.mask[row]], x[row][batch.mask[row]])
+    def visit(batch: Batch, point: int, x: torch.Tensor) -> None:
+        require_finite(x[batch.mask], point)
+        if point == block:
+            shelf.put(batch.sequences.start, x)
+            return
+        for before, after, real in zip(shelf.take(batch.sequences.start), x, batch.mask, strict=True):
+            ratios.add(before[real], after[real])
 
-        read_residuals(loaded.model, (block, block + 1), visit, batch.input_ids, batch.attention_mask)
+    batches, points = calibration.batches(loaded.device), (block, block + 1)
+    read_streams(loaded, batches, points, visit, execution, "select: scale", len(calibration))
     return float(ratios.mean_of_ratios.mean())
 
 

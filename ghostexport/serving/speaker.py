@@ -11,6 +11,7 @@ import numpy as np
 
 from ghostexport.errors import RecipeError, RunFolderError
 from ghostexport.execution import Execution
+from ghostexport.recipe import is_repaired
 from ghostexport.runfolder import RunFolder
 from ghostexport.runtimes import RUNTIMES, load_engine
 from ghostexport.runtimes.base import EngineFile, Session
@@ -145,7 +146,7 @@ def open_speaker(
     names = folder.graphs()
     if not names:
         raise RunFolderError(f"{run} has no graph.", f"Make one with: ghostexport surgery {run}")
-    repaired = [name for name in names if name not in ("dense", "pruned")]
+    repaired = [name for name in names if is_repaired(name)]
     variant = require_name(variant, names, "variant") if variant else (*repaired, *names)[0]
     codec = Codec(folder.model_path)
     candidates = RUNTIMES if runtime is None else (require_name(runtime, RUNTIMES, "runtime"),)

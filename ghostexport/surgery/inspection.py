@@ -13,6 +13,7 @@ from ghostexport.errors import SurgeryError
 from ghostexport.onnxfile import load_graph
 from ghostexport.operators import OperatorSet
 from ghostexport.plan import PrunePlan
+from ghostexport.quantization.forms import UNPACK, UNPACK_MX
 from ghostexport.surgery import operated, refusals
 from ghostexport.surgery.body import find_bodies
 from ghostexport.surgery.flow import captures
@@ -189,7 +190,7 @@ def _is_large(value: ir.Value) -> bool:
 
 
 def _quantised(model: ir.Model) -> dict[str, int]:
-    ops = ("MatMulNBits", "GatherBlockQuantized", "DequantizeLinear", "QLinearMatMul", "MatMulInteger")
+    ops = ("MatMulNBits", "GatherBlockQuantized", UNPACK, UNPACK_MX, "QLinearMatMul", "MatMulInteger")
     counts = {op: sum(node.op_type == op for node in model.graph.all_nodes()) for op in ops}
     return {op: count for op, count in counts.items() if count}
 

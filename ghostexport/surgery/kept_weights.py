@@ -24,13 +24,14 @@ from ghostexport.errors import SurgeryError
 from ghostexport.onnxfile import values
 from ghostexport.operators import FloatArray, WeightFold
 from ghostexport.plan import PrunePlan
+from ghostexport.quantization.forms import UNPACK, UNPACK_MX
 from ghostexport.quantization.requantization import requantize
 from ghostexport.surgery.flow import is_constant, is_weight
 from ghostexport.surgery.layout import DecoderLayout, bias_index, is_attention, point_at
 from ghostexport.surgery.splice import weight
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
-_QUANTISED = frozenset({"MatMulNBits", "DequantizeLinear", "MatMulInteger", "QLinearMatMul", "GatherBlockQuantized"})
+_QUANTISED = frozenset({UNPACK, UNPACK_MX, "MatMulNBits", "MatMulInteger", "QLinearMatMul", "GatherBlockQuantized"})
 _NORMS = frozenset({"RMSNormalization", "SimplifiedLayerNormalization", "LayerNormalization"})
 _LAYOUT = frozenset({"Cast", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity"})
 
@@ -155,10 +156,11 @@ def locate(layout: DecoderLayout, block: int, role: str) -> FoldTarget:
     while not source.is_initializer():
         node = source.producer()
         assert node is not None
-        if node.op_type == "DequantizeLinear" and unpack is None:
+        if node.op_type == UNPACK and unpack is None:
             unpack = node
         elif node.op_type in _QUANTISED:
-            raise SurgeryError(f"The {where} is quantised twice ({node.op_type}).", "Fold before quantising.")
+            twice = "" if unpack is None else " twice"
+            raise SurgeryError(f"The {where} is quantised{twice} ({node.op_type}).", "Fold before quantising.")
         elif node.op_type == "Transpose":
             transposed = not transposed
         elif node.op_type not in ("Identity", "Cast"):

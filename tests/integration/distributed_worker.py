@@ -21,13 +21,13 @@ OPERATORS = (
 )  # fmt: skip
 
 
-def work() -> dict:
+def work(streaming: bool = False) -> dict:
     """Float64 moments and the operators of a tiny model cut at two places; five batches of unequal size."""
     random = np.random.default_rng(0)
     tokens = random.integers(3, 128, (140, 64))
     mask = np.arange(64) < random.integers(40, 65, 140)[:, None]
     calibration = CalibrationSet.from_tokens(tokens, mask)
-    loaded = models.from_memory(tiny("llama"))
+    loaded = models.from_memory(tiny("llama"), streaming=streaming)
     plan = PrunePlan.from_spans(6, [[1, 2], [3, 5]])
     request = Request(frozenset({"identity"}), frozenset({"weighted", "last-block"}), 4)
     statistics = gather(loaded, plan.boundaries, calibration, request, Execution())
@@ -43,5 +43,5 @@ def work() -> dict:
 
 if __name__ == "__main__":
     distributed.init_process_group("gloo")
-    torch.save(work(), Path(sys.argv[1]) / f"rank{distributed.get_rank()}.pt")
+    torch.save(work(sys.argv[2] == "streamed"), Path(sys.argv[1]) / f"rank{distributed.get_rank()}.pt")
     distributed.destroy_process_group()

@@ -160,7 +160,7 @@ def test_a_missing_extra_names_the_pip_install(cli, tiny_model, tmp_path, monkey
 
 
 def test_spans_in_json_and_in_a_plan_file_mean_the_same(tiny_model, tmp_path):
-    from ghostexport.arguments import spans_of
+    from ghostexport.commands.arguments import spans_of
 
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"num_blocks": 6, "removed": [[1, 3]]}))

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from ghostexport import models
+from ghostexport.commands.flags import FLAGS
 from ghostexport.errors import RecipeError
-from ghostexport.flags import FLAGS
 from ghostexport.operators import load_operators
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import QUALITIES, parse_recipe

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from ghostexport.flags import COMPAT, merged
+from ghostexport.commands.flags import COMPAT, merged
 from ghostexport.recipe import parse_recipe
 
 MODEL = {"model": {"source": "smollm2"}, "select": {"prune": 7}}

@@ -2,14 +2,19 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ghostexport.deploy import TARGETS, deploy, selftest
-from ghostexport.deploy.selftest import FILE, GREEDY, check
+from ghostexport.deploy.selftest import FILE, GREEDY, check, read_selftest
 from ghostexport.errors import ParityError, RecipeError, RunFolderError
 from ghostexport.execution import Execution
+from ghostexport.recipe import BuildSection
+from ghostexport.runfolder import RunFolder
+from ghostexport.runtimes import RUNTIMES
+from ghostexport.runtimes.ort.onnxruntime import open_graph
 
 CPU = Execution(device="cpu")
 
@@ -31,6 +36,25 @@ def test_a_folder_carries_card_licence_tokenizer_hashes_and_selftest(folder):
     test = json.loads((folder / FILE).read_text())
     assert len(test["prompts"]) == 5 and all(len(p["greedy"]) == GREEDY for p in test["prompts"])
     assert "passed" in str(selftest(folder))
+
+
+def test_the_folder_is_one_that_the_hub_takes(folder, monkeypatch):
+    from huggingface_hub import HfApi, ModelCard
+
+    sent = []
+
+    def commit(operations, **_):
+        sent.extend(operations)
+        return SimpleNamespace(commit_url="", pr_url=None, oid="0")
+
+    monkeypatch.setattr("huggingface_hub.hf_api.is_xet_available", lambda: False)  # one commit in place of a stream
+    monkeypatch.setattr(HfApi, "_validate_yaml", lambda self, content, **k: None)  # the Hub's own check of the card
+    monkeypatch.setattr(HfApi, "create_commit", lambda self, *a, **k: commit(**k))
+    HfApi(token="hf_none").upload_folder(repo_id="me/cut", folder_path=folder)
+    listed = {line.split("  ", 1)[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+    assert {operation.path_in_repo for operation in sent} == listed | {"SHA256SUMS"}
+    about = ModelCard.load(folder / "README.md").data
+    assert (about.library_name, about.license, about.base_model) == ("transformers", "other", "conversing-model")
 
 
 def test_missing_or_altered_files_and_wrong_answers_are_found(folder, tmp_path):
@@ -80,3 +104,45 @@ def test_a_folded_variant_is_an_ordinary_checkpoint(built_run, tmp_path):
     assert "passed" in deploy(built_run.path, "checkpoint", tmp_path / "out", None, CPU)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "llama" and config["num_hidden_layers"] == 4 and "auto_map" not in config
+
+
+def test_an_engine_folder_holds_the_plan_that_tensorrt_rtx_built(built_run, tmp_path):
+    pytest.importorskip("tensorrt_rtx")
+    run = RunFolder(shutil.copytree(built_run.path, tmp_path / "run"))
+    with pytest.raises(RecipeError, match=r"no tensorrt-rtx engine yet.*\n?.*build engine \S+ --runtime tensorrt-rtx"):
+        deploy(run.path, "tensorrt-rtx", tmp_path / "out", "ghost", CPU)
+    target = run.engine_path("tensorrt-rtx", "ghost")
+    engine = RUNTIMES["tensorrt-rtx"].build(run.graph_path("ghost"), target, "ghost", BuildSection(), CPU)
+    told = deploy(run.path, "tensorrt-rtx", tmp_path / "out", None, CPU)  # the only one with an engine
+    folder = tmp_path / "out"
+    assert "passed" in told or "runs on a GPU" in told
+    assert (folder / "ghost.engine").read_bytes() == engine.path.read_bytes()
+    names = {"run.py", "run.json", "ghost.json", "tokenizer.json", "README.md", "LICENSE", "SHA256SUMS", FILE}
+    assert names <= {p.name for p in folder.iterdir()}
+    card = (folder / "README.md").read_text()
+    for line in (f"pip install tensorrt_rtx=={engine.version} cuda-python", "--loadEngine=ghost.engine --useProfile=1"):
+        assert line in card
+    about = json.loads((folder / "run.json").read_text())
+    longest = max(len(p["ids"]) for p in read_selftest(folder)["prompts"])
+    assert about["context"] - longest >= GREEDY and about["plans"] == {"ghost.engine": engine.plan_sha256}
+    (folder / "ghost.engine").unlink()
+    with pytest.raises(RunFolderError, match=r"ghost\.engine is missing"):
+        selftest(folder)
+
+
+@pytest.mark.slow
+def test_lm_evals_loglikelihoods_of_the_folder_are_the_graphs(built_run, folder):
+    pytest.importorskip("lm_eval", reason="extra [eval]")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(pretrained=str(folder), trust_remote_code=True, device="cpu", batch_size=2)
+    items = [("Stone 1 is", " red"), ("Block number 7", " of the garden holds"), ("The", " river runs north")]
+    found = model.loglikelihood([Instance("loglikelihood", {}, item, i) for i, item in enumerate(items)])
+    session = open_graph(built_run.graph_path("ghost"))
+    for (context, rest), (value, greedy) in zip(items, found, strict=True):
+        ids, start = np.array([model.tok_encode(context + rest)]), len(model.tok_encode(context))
+        logits = session.forward(ids, session.new_cache(1))[0][0, start - 1 : -1].astype(np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert value == pytest.approx(log_p[np.arange(len(log_p)), ids[0, start:]].sum(), rel=1e-5)
+        assert greedy == (logits.argmax(-1) == ids[0, start:]).all()

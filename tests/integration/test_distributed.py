@@ -26,8 +26,9 @@ def torchrun(*arguments):
 
 
 @pytest.mark.slow
-def test_two_processes_fit_the_same_operators_as_one(tmp_path):
-    torchrun(ROOT / "tests/integration/distributed_worker.py", tmp_path)
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+def test_two_processes_fit_the_same_operators_as_one(how, tmp_path):
+    torchrun(ROOT / "tests/integration/distributed_worker.py", tmp_path, how)
     alone = work()
     for rank in (0, 1):
         shared = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)

@@ -54,7 +54,7 @@ def other_operators(run, folder):
 
 def test_swap_writes_another_engine_and_shows_its_sidecar(run, cli, tmp_path):
     engines = run / "engines" / "onnxruntime"
-    code, out, _ = cli("swap", engines / "ghost.json", "--operator", other_operators(run, tmp_path))
+    code, out, _ = cli("swap", engines / "ghost.json", "--operator", other_operators(run, tmp_path), "--json")
     assert code == 0 and json.loads(out) == json.loads((engines / "half.json").read_text())
     assert json.loads(out)["variant"] == "half"
     logits = {}
@@ -66,8 +66,12 @@ def test_swap_writes_another_engine_and_shows_its_sidecar(run, cli, tmp_path):
 
 def test_show_prints_a_sidecar(run, cli):
     path = run / "engines" / "onnxruntime" / "ghost.json"
+    code, out, _ = cli("show", path, "--json")
+    facts = json.loads(path.read_text())
+    assert code == 0 and json.loads(out) == facts
     code, out, _ = cli("show", path)
-    assert code == 0 and json.loads(out) == json.loads(path.read_text())
+    assert code == 0 and "takes any batch, tokens and past" in out and "for: cpu" in out
+    assert f": ghost on onnxruntime {facts['version']}" in out and f"{facts['plan_bytes'] / 1e6:.1f} MB from" in out
     code, _, err = cli("show", path.with_name("none.json"))
     assert code != 0 and "none.json" in err
 
@@ -80,6 +84,8 @@ def test_rtx_targets_are_built_and_their_swap_is_refused(run, cli, tmp_path):
     path = run / "engines" / "tensorrt-rtx" / "ghost.json"
     sidecar = json.loads(path.read_text())
     assert sidecar["flags"]["compute_capability"] == ["SM86"] and list(sidecar["profiles"]) == ["single"]
+    code, out, _ = cli("show", path)
+    assert code == 0 and "for: SM86" in out and "1 to 16" in out and "0 to 31" in out
     before = sorted(path.parent.iterdir())
     code, _, err = cli("swap", path, "--operator", other_operators(run, tmp_path))
     assert code != 0 and "refittable" in err and "Traceback" not in err

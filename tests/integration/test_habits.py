@@ -42,6 +42,8 @@ def test_explain_and_show_of_what_is_no_run(cli, tmp_path):
 def test_no_colour_without_a_terminal():
     done = run_cli("show", "nothing-here")
     assert done.returncode == 2 and "\x1b" not in done.stdout + done.stderr
+    page, _, anchor = done.stderr.splitlines()[-1].removeprefix("see ").partition("#")
+    assert f"## {anchor}\n" in Path(page).read_text(encoding="utf-8").lower()
 
 
 def test_every_verb_that_prints_figures_can_print_json():
@@ -54,7 +56,7 @@ def test_every_verb_that_prints_figures_can_print_json():
             yield from walk(name, command) if hasattr(command, "commands") else [(name, command)]
 
     talking = {"generate", "chat", "serve"}
-    says_a_path = {"init", "report", "pack", "deploy", "selftest"}
+    says_a_path = {"init", "report", "pack", "deploy", "selftest", "split"}
     found = dict(walk("", get_command(app)))
     lacking = {name for name, command in found.items() if "--json" not in {o for p in command.params for o in p.opts}}
     assert lacking == talking | says_a_path

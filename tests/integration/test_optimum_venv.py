@@ -79,7 +79,7 @@ def test_auto_chooses_optimum_under_an_old_transformers(optimum_export):
     _, said = optimum_export
     assert said["transformers"].startswith("4.5")
     assert (said["chosen"], said["producer"], said["opset"], said["num_blocks"]) == ("optimum", "optimum", 18, 6)
-    assert "pip install 'transformers>=5.14'" in said["refusal"]
+    assert "pip install 'transformers>=5.23'" in said["refusal"]
 
 
 @pytest.mark.slow

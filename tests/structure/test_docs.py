@@ -2,18 +2,22 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
+from email.message import Message
 
 import pytest
 import yaml
 from typer.main import get_command
 
 import ghostexport as gx
-from ghostexport.cli import app
+from ghostexport import errors
+from ghostexport.cli import INTERRUPTED, app
+from ghostexport.errors import GhostExportError, explained_at
 from ghostexport.recipe import Recipe, parse_recipe
 from tests.documented import ROOT, blocks, reading
 
@@ -114,15 +118,36 @@ def test_schema_is_current_and_knows_every_key(reference):
     assert set(written) == set(reference.schema()["properties"])
 
 
-def test_made_pages_have_every_flag_and_error(reference):
+def test_made_pages_have_every_flag(reference):
     page = reference.cli_page()
     for name, command in reference.commands():
         section = page.partition(f"## ghostexport {name}\n")[2].partition("\n## ")[0]
         assert section and all(
             opt in section for p in command.params for opt in p.opts if opt.startswith("--") and p.name != "help"
         )
-    assert "| `ParityError` |" in reference.errors_page() and "| 130 |" in reference.errors_page()
     assert "manifest.json" in (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+
+
+def kinds():
+    return [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, GhostExportError)]
+
+
+def test_every_kind_of_error_leads_to_its_explanation(reference, monkeypatch):
+    text = errors.PAGE.read_text(encoding="utf-8")
+    anchors = {heading.lower() for heading in re.findall(r"^## (\w+)$", text, re.MULTILINE)}
+    links = [explained_at(kind).partition("#") for kind in kinds() if kind is not GhostExportError]
+    assert len(links) > 15 and {page for page, _, _ in links} == {str(errors.PAGE)}
+    assert {anchor for _, _, anchor in links} == anchors
+    assert all(f"\n| {code} | " in text for code in {0, INTERRUPTED, *(kind.exit_code for kind in kinds())})
+    flags = set(re.findall(r"`(?:ghostexport \w+ )?(--[\w-]+)", text)) - {"--help"}
+    known = {opt for _, command in [*reference.commands(), ("", COMMAND)] for p in command.params for opt in p.opts}
+    assert len(flags) > 8 and flags <= known
+
+    named = Message()
+    named["Project-URL"] = "Source, https://example.org/source"
+    named["Project-URL"] = "Documentation, https://example.org/docs/"
+    monkeypatch.setattr("importlib.metadata.metadata", lambda name: named)
+    assert explained_at(errors.ParityError) == "https://example.org/docs/reference/errors.html#parityerror"
 
 
 def test_the_picture_of_surgery_is_that_of_the_graphs(monkeypatch):
@@ -148,4 +173,6 @@ def test_the_site_builds_strictly_and_asks_nobody(tmp_path):
             r"<(?:script|img|link)\b[^>]*?(?:src|href)=\"(https?:[^\"]*)", page.read_text(encoding="utf-8")
         )
         assert not loaded, f"{page.name}: {loaded}"
+    explained = (tmp_path / "reference" / "errors.html").read_text(encoding="utf-8")
+    assert all(f'id="{kind.__name__.lower()}"' in explained for kind in kinds() if kind is not GhostExportError)
     assert 'id="ghostexport.api.graphs.surgery"' in (tmp_path / "reference" / "api.html").read_text(encoding="utf-8")

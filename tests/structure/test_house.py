@@ -7,7 +7,7 @@ from ghostexport.runfolder import RunFolder
 from tests.structure.test_imports import FILES, PACKAGE
 
 #: File names of a run, as :class:`RunFolder` spells them, and the folders below it.
-NAMES = {path.name for name, path in vars(RunFolder("run")).items() if path.suffix}
+NAMES = {path.name for path in vars(RunFolder("run")).values() if path.suffix}
 FOLDERS = {"operators", "onnx", "engines", "bench", "checkpoint"}
 
 

@@ -11,7 +11,7 @@ from mypy import api as mypy
 
 import ghostexport as gx
 from ghostexport import api, recipe
-from ghostexport.flags import FLAGS, VERBS
+from ghostexport.commands.flags import FLAGS, VERBS
 
 FUNCTIONS = [
     "apply",
@@ -26,6 +26,7 @@ FUNCTIONS = [
     "recover",
     "save",
     "select",
+    "split",
     "surgery",
     "verify",
 ]

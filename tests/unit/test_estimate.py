@@ -8,16 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from ghostexport import models, pipeline
-from ghostexport.capacity import Machine, measure_machine
 from ghostexport.cli import app
 from ghostexport.errors import CapacityError, RecipeError
-from ghostexport.estimate import estimate, judge
 from ghostexport.execution import Execution
 from ghostexport.models.shape import read_shape
-from ghostexport.needs import need_of
 from ghostexport.recipe import parse_recipe, read_recipe
 from ghostexport.resolution import resolve_machine
 from ghostexport.runfolder import RunFolder
+from ghostexport.sizing.capacity import Machine, measure_machine
+from ghostexport.sizing.estimate import estimate, judge
+from ghostexport.sizing.needs import need_of
 from tests.tiny import tiny_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -94,12 +94,30 @@ def test_a_stage_that_will_not_fit_names_an_option_that_makes_it_fit():
     inner = 4096 + 14336
     parts = need_of("recover", shape, half).parts
     assert parts["moments inside a block"] == 8 * (2 * inner * (inner + 4096) + 2 * inner**2)
+    streamed = judge(need_of("recover", shape, half), shape, half, machine)  # the weights stay in their files
+    assert streamed.lacks == "" and "weights" not in streamed.need.parts
+    assert streamed.need.parts["moments inside a block"] == parts["moments inside a block"]
+    machine = replace(ROOMY, memory=8 * 10**9)
     refused = judge(need_of("recover", shape, half), shape, half, machine)
     assert refused.lacks == "memory" and "--quality paper" in refused.way
     paper = half.model_copy(update={"recover": half.recover.model_copy(update={"operators": ("ghost",)})})
     assert not judge(need_of("recover", shape, paper), shape, paper, machine).lacks
     full = replace(ROOMY, disk=10**9)
     assert judge(need_of("export", shape, half), shape, half, full).lacks == "disk"
+
+
+def test_eight_billion_parameters_are_streamed_in_a_third_of_their_size():
+    shape, machine = read_shape(RECIPES / "configs" / "llama-3.1-8b.json"), replace(ROOMY, memory=6 * 10**9)
+    recipe = eight_billion(dtype="bfloat16")
+    recipe = recipe.model_copy(update={"recover": recipe.recover.model_copy(update={"operators": ("ghost",)})})
+    select, recover = (judge(need_of(stage, shape, recipe), shape, recipe, machine) for stage in ("select", "recover"))
+    assert not select.lacks and not recover.lacks and max(v.need.memory for v in (select, recover)) < 6e9
+    values = 128 * 2048 * 4096 * 2  # bytes of the calibration set's residual values
+    more = select.need.disk - need_of("select", shape, recipe).disk
+    assert more == 10 * values - 1.5e9  # those of a run of 8 blocks, the next, and the walk's own
+    other = eight_billion(dtype="float16")  # not the checkpoint's: a copy in memory
+    assert judge(need_of("select", shape, other), shape, other, machine).lacks == "memory"
+    assert judge(need_of("select", shape, recipe), shape, recipe, replace(machine, gpu=6 * 10**9)).lacks
 
 
 def test_a_gpu_too_small_is_told_from_memory():
@@ -115,7 +133,8 @@ def test_the_machine_is_this_one(tmp_path):
     assert 0 < machine.memory <= machine.total_memory and machine.disk > 0 and machine.gpu is None
 
 
-def test_the_command_says_no_with_exit_code_1():
+def test_the_command_says_no_with_exit_code_1(monkeypatch):
+    monkeypatch.setattr("ghostexport.sizing.estimate.measure_machine", lambda *_: ROOMY)
     config = str(RECIPES / "configs" / "llama-3.1-8b.json")
     flags = ["--prune", "8", "--runtime", "onnxruntime", "--device", "cpu"]
     wide = CliRunner().invoke(app, ["estimate", config, *flags, "--memory", "999"])
@@ -135,12 +154,14 @@ def test_a_stage_is_refused_before_it_starts_and_told_where_it_is_tight(tmp_path
     recipe = parse_recipe({"model": {"source": str(source), "dtype": "float32"}, "select": {"spans": [[2, 4]]}})
     shape = read_shape(source)
     need = need_of("export", shape, recipe)
-    monkeypatch.setattr("ghostexport.capacity.measure_machine", lambda *_: replace(ROOMY, memory=int(need.memory / 2)))
+    monkeypatch.setattr(
+        "ghostexport.sizing.capacity.measure_machine", lambda *_: replace(ROOMY, memory=int(need.memory / 2))
+    )
     with pytest.raises(CapacityError, match=r"export will not fit: it needs about 701.0 MB of memory"):
         pipeline.run(recipe, folder, Execution(device="cpu"), goal="export")
     assert not folder.graph_path("dense").exists() and "export" not in folder.manifest()["stages"]
     monkeypatch.setattr(
-        "ghostexport.capacity.measure_machine", lambda *_: replace(ROOMY, memory=int(need.memory * 0.9))
+        "ghostexport.sizing.capacity.measure_machine", lambda *_: replace(ROOMY, memory=int(need.memory * 0.9))
     )
     pipeline._require_capacity("export", folder, recipe, Execution(device="cpu", say=said.append))
     assert len(said) == 1 and said[0].startswith("export: may not fit")
@@ -163,7 +184,7 @@ def test_a_stage_is_refused_before_it_starts_and_told_where_it_is_tight(tmp_path
 def test_auto_is_what_the_runtime_and_the_memory_want(checkpoint, build, memory, expected, tmp_path, monkeypatch):
     config = json.loads((RECIPES / "configs" / "smollm2-135m.json").read_text()) | {"dtype": checkpoint}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("ghostexport.capacity.measure_machine", lambda *_: replace(ROOMY, total_memory=memory))
+    monkeypatch.setattr("ghostexport.sizing.capacity.measure_machine", lambda *_: replace(ROOMY, total_memory=memory))
     said = []
     recipe = parse_recipe({"model": {"source": str(tmp_path)}, "select": {"prune": 5}, "build": build})
     execution = Execution(device="cpu", say=said.append)

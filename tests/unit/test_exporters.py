@@ -15,7 +15,7 @@ import torch
 from ghostexport import exporters
 from ghostexport.errors import ExportError, RecipeError, RunFolderError, RuntimeUnavailableError
 from ghostexport.exporters import graph_file
-from ghostexport.exporters.simplify import simplify, widen_bfloat16
+from ghostexport.exporters.simplify import sharpen_scales, simplify, widen_bfloat16
 from ghostexport.files import sha256_file
 from ghostexport.models.silence import silenced
 from tests.tiny import tiny
@@ -68,7 +68,7 @@ def test_without_any_exporter_both_remedies_are_named(monkeypatch):
     monkeypatch.setattr(exporters, "available", lambda name: False)
     with pytest.raises(RuntimeUnavailableError) as caught:
         exporters.choose_exporter("auto")
-    assert "transformers>=5.14" in str(caught.value)
+    assert "transformers>=5.23" in str(caught.value)
     assert "ghostexport[optimum]" in str(caught.value)
 
 
@@ -270,3 +270,31 @@ def test_bfloat16_arithmetic_in_float32_is_the_same_bits():
         operation = getattr(torch, name.lower())
         expected = operation(x.bfloat16(), y.bfloat16()).float().numpy()
         np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("heads, dtype", [(24, 16), (96, 16), (128, 16), (192, 16), (64, 16), (128, 10)])
+def test_attention_scales_in_half_precision_come_as_a_product(heads, dtype):
+    """Two factors of torch.onnx, both sqrt(scale), against the scale itself; another model's scale is left alone."""
+    kind = ir.DataType(dtype).numpy()
+    root = kind.type(heads**-0.25)
+    model = ir.from_onnx_text(
+        f"""<ir_version: 10, opset_import: ["" : 20]>
+        g ({str(ir.DataType(dtype)).lower()}[T, D] q, {str(ir.DataType(dtype)).lower()}[D, T] k) => (y) {{
+            a = Mul(q, root)
+            b = Mul(root, k)
+            y = MatMul(a, b)
+        }}"""
+    )
+    constant = ir.Value(name="root", const_value=ir.tensor(root.reshape(()), name="root"))
+    model.graph.register_initializer(constant)
+    for node in model.graph:
+        for index, value in enumerate(node.inputs):
+            if value.name == "root":
+                node.replace_input_with(index, constant)
+    sharpen_scales(model, [0.3])
+    assert list(model.graph.initializers) == ["root"]
+    sharpen_scales(model, [0.3, heads**-0.5])
+    queries, keys, _ = model.graph
+    factors = [node.inputs[index].const_value.numpy() for node, index in ((queries, 1), (keys, 0))]
+    assert [factor.dtype for factor in factors] == [kind, kind]
+    assert float(factors[0]) * float(factors[1]) == pytest.approx(heads**-0.5, rel=1.2e-4)

@@ -10,10 +10,10 @@ from ghostexport.recipe import parse_recipe
 HELD = {
     "orin": ("int8", "int4"),
     "orin-nano": ("int8", "int4"),
-    "thor": ("int8", "int4", "fp8", "nvfp4"),
+    "thor": ("int8", "int4", "fp8", "mxfp8", "nvfp4"),
     "rtx30": ("int8", "int4"),
-    "rtx40": ("int8", "int4", "fp8"),
-    "rtx50": ("int8", "int4", "fp8", "nvfp4"),
+    "rtx40": ("int8", "int4", "fp8", "mxfp8"),
+    "rtx50": ("int8", "int4", "fp8", "mxfp8", "nvfp4"),
     "cpu": ("int8", "int4"),
 }
 
@@ -38,7 +38,15 @@ def test_a_form_the_device_lacks_and_an_unknown_device():
     ) as error:
         find_hardware("rtx30").require(["int4", "fp8"])
     assert "--quantize int4" in str(error.value)
-    with pytest.raises(RecipeError, match=r"Jetson Orin Nano: nvfp4 needs SM120"):
+    with pytest.raises(RecipeError, match=r"Jetson Orin Nano: nvfp4 needs SM100"):
         find_hardware("orin-nano").require(["nvfp4"])
     with pytest.raises(RecipeError, match="Did you mean 'orin'"):
         find_hardware("orrin")
+
+
+def test_whose_bandwidth_is_counted_with():
+    assert find_hardware("thor").bytes_per_second() == 273e9
+    assert find_hardware("thor").whose_bandwidth() == "published for T5000"
+    assert find_hardware("orin").bytes_per_second(204.8) == 204.8e9
+    assert find_hardware("orin").whose_bandwidth(204.8) == "as given"
+    assert all(device.bandwidth_of for device in HARDWARE.values() if device.bandwidth is not None)

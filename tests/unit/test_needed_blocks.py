@@ -66,6 +66,9 @@ def test_selection_leaves_needed_blocks_out_and_refuses_spans_with_them(shared):
     for criterion, gone in (("streamline", [0, 1]), ("shortgpt", [0, 1]), ("angular", [1]), ("sleb", [1])):
         plan = select(loaded, tokens, SelectSection(prune=len(gone), criterion=criterion))
         assert sorted(set(range(6)) - set(plan.kept)) == gone, criterion
+    plan = select(loaded, tokens, SelectSection(prune=1, criterion="perplexity", protect_first=0, protect_last=0))
+    assert [block for block, score in enumerate(plan.scores["blocks"]) if score is None] == [2, 3, 5]
+    assert set(range(6)) - set(plan.kept) < {0, 1, 4}
     with pytest.raises(RecipeError, match="block 3 cannot be removed: later blocks read its keys and values"):
         select(loaded, tokens, SelectSection(spans=[(3, 5)]))
     with pytest.raises(RecipeError, match="cannot be removed"):

@@ -10,6 +10,7 @@ from ghostexport.recipe import (
     Recipe,
     RecoverSection,
     SelectSection,
+    is_repaired,
     parse_recipe,
     read_recipe,
     require_name,
@@ -116,3 +117,8 @@ def test_lists_count_as_tuples_and_give_the_section_that_yaml_gives():
     assert BenchSection(preset="quick", batches=[1, 2]).repeats == 5  # what is not given is the preset's
     assert SelectSection(spans=[[4, 6]]).spans == ((4, 6),)
     assert RecoverSection(operators=["ghost"], refit_downstream=True).operators == ("ghost+refit",)
+
+
+def test_quantised_variants_are_repaired_when_their_source_is():
+    found = {name: is_repaired(name) for name in ("dense", "pruned", "ghost", "dense.int4", "ghost.int4")}
+    assert found == {"dense": False, "pruned": False, "ghost": True, "dense.int4": False, "ghost.int4": True}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from ghostexport.commands.flags import merged
 from ghostexport.errors import RecipeError
 from ghostexport.first_recipe import count_blocks, write_first_recipe
-from ghostexport.flags import merged
 from ghostexport.hardware import HARDWARE
 from ghostexport.recipe import BEST, parse_recipe, read_recipe
 
@@ -53,3 +53,5 @@ def test_what_cannot_be_counted_or_built_writes_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
     write_first_recipe(tmp_path / "r.yaml", "smollm2", "cpu", 7)
     assert read_recipe(tmp_path / "r.yaml")["select"] == {"prune": 7}
+    write_first_recipe(tmp_path / "s.yaml", "smollm2", "cpu")  # of the packaged model, which no Hub has
+    assert read_recipe(tmp_path / "s.yaml")["select"] == {"prune": 30 // 6}

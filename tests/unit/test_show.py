@@ -1,14 +1,19 @@
 """The table of a run, from files alone."""
 
+from pathlib import Path
+
 import numpy as np
 
+from ghostexport.commands.graph_screen import print_graph
+from ghostexport.commands.screen import ProgressLines, variant_rows
 from ghostexport.files import write_bytes, write_json
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
 from ghostexport.recipe import parse_recipe
 from ghostexport.runfolder import RunFolder
-from ghostexport.show import ProgressLines, variant_rows
+from ghostexport.surgery import inspect_graph, operate
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECIPE = parse_recipe({"model": {"source": "x"}, "recover": {"operators": ["ghost"]}})
 PLAN = PrunePlan.from_spans(6, [(2, 4)])
 
@@ -49,7 +54,7 @@ def test_figures_of_an_earlier_plan_are_not_shown(tmp_path):
 
 def test_without_a_terminal_a_long_step_says_every_tenth_where_it_is(monkeypatch):
     clock, lines = [0.0], []
-    monkeypatch.setattr("ghostexport.show.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ghostexport.commands.screen.time.monotonic", lambda: clock[0])
     update = ProgressLines(lines.append).update
     for done in range(51):  # two seconds each
         update("recover · KL 0.3", done, 50)
@@ -68,3 +73,15 @@ def test_without_a_terminal_a_long_step_says_every_tenth_where_it_is(monkeypatch
         update("recover", done, 2)
         clock[0] += 30
     assert lines[10:] == ["recover: 1 of 2 (50 %), about 0:30 left", "recover: 2 of 2 (100 %), done"]
+
+
+def test_a_graph_in_words(tmp_path, capsys):
+    graph = FIXTURES / "transformers-gemma3" / "model.onnx"
+    operate(graph, PrunePlan.from_spans(6, [(1, 3)]), None, tmp_path / "pruned.onnx")
+    print_graph(inspect_graph(tmp_path / "pruned.onnx"), as_json=False)
+    text = capsys.readouterr().out
+    assert "4 of 6 blocks on a residual stream of 32 channels, float32" in text
+    assert "cut 0: blocks [1, 3) gone, nothing in their place" in text
+    assert "block 1 (dense 3, KV 1): " in text
+    print_graph(inspect_graph(FIXTURES / "genai-llama-int4" / "model.onnx"), as_json=False)
+    assert "31 MatMulNBits" in capsys.readouterr().out

@@ -155,6 +155,16 @@ def test_bfloat16_is_compared_through_its_float32_twin_and_says_so(exported):
     assert not compare(model, case.path).passed
 
 
+def test_a_bfloat16_graph_rounds_the_scalars_of_a_model(exported):
+    """Granite multiplies what a block adds by 0.22; the nearest bfloat16 is 0.2197265625."""
+    case = exported("granite", dtype="bfloat16", num_hidden_layers=2)
+    report = verify(case.model, case.path)
+    assert ROUND_OFF < report.worst_relative < 1e-2
+    assert max(output.kl for output in report.outputs if output.kl is not None) < 2e-6
+    model = damaged(case.model, lambda m: m.layers[0].mlp.down_proj.weight.mul_(1.05))
+    assert not compare(model, case.path).passed
+
+
 def test_what_a_killed_comparison_left_is_removed_and_nothing_else(exported, tmp_path, monkeypatch):
     case = exported("llama", dtype="bfloat16", num_hidden_layers=2)
     graph = case.path

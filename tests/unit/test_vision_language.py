@@ -1,11 +1,15 @@
 """Vision-language checkpoints: the language tower is cut, and the checkpoint is written back whole."""
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from ghostexport import models
+from ghostexport.exporters import export_model
 from ghostexport.plan import PrunePlan
+from ghostexport.surgery.embedding import split_embedding
+from tests.decoding import session
 
 TEXT = {
     "vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -72,3 +76,21 @@ def test_an_operator_of_the_tower_comes_back_with_the_checkpoint(tmp_path):
     again = models.load_model(tmp_path / "saved", "float32")
     with torch.no_grad():
         torch.testing.assert_close(again.model(input_ids=TOKENS).logits, patched.model(input_ids=TOKENS).logits)
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Qwen3VL"])
+def test_the_graph_of_the_tower_takes_vectors_that_no_token_has(tmp_path, kind):
+    """Images enter a decoder as vectors in place of placeholders' embeddings."""
+    model = built(kind)
+    export_model(model, tmp_path / "dense.onnx")
+    split_embedding(tmp_path / "dense.onnx", tmp_path / "decoder.onnx", tmp_path / "embedding.onnx")
+    (vectors,) = session(tmp_path / "embedding.onnx").run(None, {"input_ids": TOKENS.numpy()})
+    np.testing.assert_array_equal(vectors, model.get_input_embeddings()(TOKENS).detach().numpy())
+    vectors[:, 3:7] = np.random.default_rng(0).normal(0, vectors.std(), vectors[:, 3:7].shape)
+    decoder = session(tmp_path / "decoder.onnx")
+    empty = {i.name: np.zeros([2, *i.shape[1:2], 0, i.shape[3]], np.float32) for i in decoder.get_inputs()[3:]}
+    positions = {"attention_mask": np.ones((2, 12), np.int64), "position_ids": np.tile(np.arange(12), (2, 1))}
+    logits = decoder.run(["logits"], {"inputs_embeds": vectors, **positions, **empty})[0]
+    with torch.no_grad():
+        expected = model(inputs_embeds=torch.from_numpy(vectors)).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=5e-5 * expected.std())

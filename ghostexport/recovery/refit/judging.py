@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,10 +29,12 @@ from torch import nn
 
 from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
+from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
+from ghostexport.models.calls import Call, block_calls, finish, go_on
+from ghostexport.models.walking import walk_to_the_end
 from ghostexport.moments import BoundaryMoments
 from ghostexport.recovery.fits.solving import median_diagonal, solve_ridge
-from ghostexport.recovery.refit.streams import Call, block_calls, go_on
 
 #: Relative to the median diagonal of the Gram matrix.
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2)
@@ -115,32 +118,57 @@ class Predictions:
         judging = (b for b in calibration.batches(loaded.device, tokens=1) if judges(b.sequences.start))
         self.loaded = loaded
         self.batches = list(itertools.islice(judging, SEQUENCES))
-        self.dense = [_log_probabilities(loaded, batch).half() for batch in self.batches]
+        self.dense = [log_p.half() for log_p in self._log_probabilities()]
 
     def divergences(self, point: int, stream: Stream) -> list[float]:
         """Mean KL in nats of every sequence when the dense model goes on from ``stream`` as its ``x_point``."""
         streams = (stream(batch, block_calls(self.loaded, batch)) for batch in self.batches)
-        return [self.divergence(index, self.loaded, point, x) for index, x in enumerate(streams)]
+        found = enumerate(self._log_probabilities(point, streams))
+        return [_divergence(self.dense[index], log_q) for index, log_q in found]
 
     def divergence(self, index: int, other: LoadedModel, point: int, x: torch.Tensor) -> float:
         """Mean KL in nats on one of the sequences when another model goes on from ``x`` as its ``x_point``."""
-        log_p = self.dense[index].float()
-        log_q = _log_probabilities(other, self.batches[index], point, x)
-        return float((log_p.exp() * (log_p - log_q)).sum(1).mean())
+        return _divergence(self.dense[index], _log_probabilities(other, self.batches[index], point, x))
+
+    def _log_probabilities(
+        self, point: int = 0, streams: Iterable[torch.Tensor | None] = itertools.repeat(None)
+    ) -> Iterator[torch.Tensor]:
+        """Of the dense model on every sequence, its ``x_point`` replaced where the point is not 0."""
+        if not self.loaded.walked:
+            for batch, x in zip(self.batches, streams, strict=False):
+                yield _log_probabilities(self.loaded, batch, point, x)
+            return
+        given = list(itertools.islice(streams, len(self.batches) if point else 0))
+        entering = (lambda number: given[number]) if point else None
+        shelf = walk_to_the_end(self.loaded, self.batches, Execution(), "refit: judges", point, entering)
+        for number, batch in enumerate(self.batches):
+            with _judged(self.loaded, batch):
+                yield finish(self.loaded, batch, shelf.take(number)).float().log_softmax(1)
+
+
+def _divergence(dense: torch.Tensor, log_q: torch.Tensor) -> float:
+    log_p = dense.float()
+    return float((log_p.exp() * (log_p - log_q)).sum(1).mean())
 
 
 @torch.no_grad()
 def _log_probabilities(
     loaded: LoadedModel, batch: Batch, point: int = 0, x: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``[n, V]`` float32 of the real positions looked at; the head runs at those alone."""
+    """``[n, V]`` float32 of the real positions looked at."""
+    with _judged(loaded, batch):
+        return go_on(loaded, batch, point, x).float().log_softmax(1)
+
+
+@contextmanager
+def _judged(loaded: LoadedModel, batch: Batch) -> Iterator[None]:
+    """Meanwhile the head runs at the real positions looked at alone."""
 
     def only(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (args[0][batch.mask.to(args[0].device)][::STRIDE], *args[1:])
 
     handle = loaded.model.get_output_embeddings().register_forward_pre_hook(only)
     try:
-        logits = go_on(loaded, batch, point, x)
+        yield
     finally:
         handle.remove()
-    return logits.float().log_softmax(1)

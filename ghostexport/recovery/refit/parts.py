@@ -23,11 +23,11 @@ from torch import nn
 from ghostexport.calibration import Batch
 from ghostexport.errors import ModelLayoutError
 from ghostexport.models import Addition, Anatomy, LoadedModel, find_anatomies, gain, right_multiply, scale_gain
-from ghostexport.models.blocks import output_states
+from ghostexport.models.blocks import StopForwardError, output_states
+from ghostexport.models.calls import Call
 from ghostexport.moments import BoundaryMoments, ChannelMoments, token_weights
 from ghostexport.operators import FoldRole, WeightFold
 from ghostexport.recovery.refit.judging import judges
-from ghostexport.recovery.refit.streams import Call
 
 #: Gains below this part of the median stay out of a step of the projection before them: it would be divided by them.
 SMALL_GAIN = 1e-2
@@ -37,10 +37,6 @@ _GAINS: dict[str, FoldRole] = {"attention": "attention_gain", "mlp": "mlp_gain"}
 
 #: Roles of parts before the stream between attention and MLP.
 ATTENTION = frozenset({"attention_output", "attention_gain"})
-
-
-class _StopBlockError(Exception):
-    """Leaves a block early; never seen outside this file."""
 
 
 class Part:
@@ -156,14 +152,14 @@ class Inside:
 class SingleBlock:
     """One decoder block that runs on given residual values, with what it adds to them exchangeable.
 
-    A copy: the model it comes from is not changed.
+    A copy: the model it comes from is not changed. ``found``: its :func:`anatomies`, where they are known.
 
     Attributes:
         parts: what a refit may change, in order of depth; empty where what the block adds cannot be told apart.
         mid: the module that reads the stream between attention and MLP.
     """
 
-    def __init__(self, loaded: LoadedModel, index: int) -> None:
+    def __init__(self, loaded: LoadedModel, index: int, found: Mapping[int, Anatomy | None] | None = None) -> None:
         original = loaded.blocks[index]
         self.index = index
         self.block = copy.deepcopy(original)
@@ -172,7 +168,7 @@ class SingleBlock:
         def own(module: nn.Module | None) -> Any:
             return None if module is None else self.block.get_submodule(names[module])
 
-        anatomy = anatomies(loaded, [index])[index]
+        anatomy = (anatomies(loaded, [index]) if found is None else found)[index]
         self.parts: list[Part] = []
         self.mid = own(anatomy.mid) if anatomy and anatomy.complete else None
         for side, addition in refittable(anatomy):
@@ -203,7 +199,7 @@ class SingleBlock:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
                 seen[name] = args[0].clone() if name == "mid" else args[0]  # some blocks go on to add in place
                 if stop:
-                    raise _StopBlockError
+                    raise StopForwardError
 
             return hook
 
@@ -213,7 +209,7 @@ class SingleBlock:
         try:
             with torch.no_grad():
                 seen["output"] = output_states(call.on(self.block, x))
-        except _StopBlockError:
+        except StopForwardError:
             pass
         finally:
             for handle in handles:

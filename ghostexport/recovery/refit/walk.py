@@ -38,6 +38,7 @@ from ghostexport.calibration import Batch, CalibrationSet
 from ghostexport.errors import RecoveryError
 from ghostexport.execution import Execution
 from ghostexport.models import LoadedModel
+from ghostexport.models.calls import Call, block_calls
 from ghostexport.moments import BoundaryMoments
 from ghostexport.operators import Operator, WeightFold
 from ghostexport.plan import Boundary, PrunePlan
@@ -45,7 +46,7 @@ from ghostexport.recovery.gathering import Gathered
 from ghostexport.recovery.last_block import LastBlock
 from ghostexport.recovery.refit.judging import JUDGES, Predictions, choose_change, surely_less
 from ghostexport.recovery.refit.parts import ATTENTION, Part, SingleBlock, anatomies, refittable
-from ghostexport.recovery.refit.streams import Call, Streams, block_calls, fill, open_streams
+from ghostexport.recovery.refit.streams import Streams, fill, open_streams
 
 #: Judging sequences from which on chance is told from gain about as often as the standard error promises.
 FEW = 4
@@ -156,6 +157,7 @@ class _Walk:
 
     Attributes:
         depth: the dense stream is ``x_depth``.
+        found: the blocks' anatomies, from one probe of the model.
         predictions: of the judging sequences.
         known: their divergence as things stand; None when something changed that was not looked at.
     """
@@ -165,13 +167,14 @@ class _Walk:
     ) -> None:
         self.loaded, self.calibration, self.streams, self.execution = loaded, calibration, streams, execution
         self.depth = 0
+        self.found = anatomies(loaded, range(loaded.num_blocks))
         self.predictions = Predictions(loaded, calibration)
         self.known: list[float] | None = None
 
     def through(self, plan: PrunePlan, todo: list[_Step], fit: FitBoundary, inside: bool) -> tuple[Operator, ...]:
         start = plan.boundaries[0].span.start
         first = max(0, min([start - inside, *(step.block for step in todo)]))
-        fill(self.loaded, self.calibration, first, self.streams.repaired)
+        fill(self.loaded, self.calibration, first, self.streams.repaired, self.execution)
         self.streams.dense.copy_(self.streams.repaired)
         self.depth = first
         operators: list[Operator] = []
@@ -184,13 +187,13 @@ class _Walk:
                     operators.append(self.repair(boundary, fit, None))
                 if boundary.span.start - 1 == block and inside:
                     step = position.get(block)
-                    student = SingleBlock(self.loaded, block)
+                    student = SingleBlock(self.loaded, block, self.found)
                     if step is not None:
                         self.teach(student, step, folds[step.boundary], judged[step.boundary])
                     operators.append(self.repair(boundary, fit, student))
             step = position.get(block)
             if step is not None and step.whole:
-                student = SingleBlock(self.loaded, block)
+                student = SingleBlock(self.loaded, block, self.found)
                 self.teach(student, step, folds[step.boundary], judged[step.boundary])
                 self.advance_repaired(student)
             self.execution.progress("refit", block - first, plan.num_blocks - first)
@@ -232,7 +235,7 @@ class _Walk:
         """Re-solves the step's parts of one block, attention first; the dense stream moves past the teacher."""
         self.advance_dense(step.teacher)
         self.known = self.known if step.teacher == step.block else None  # blocks between are left out
-        teacher = SingleBlock(self.loaded, step.teacher)
+        teacher = SingleBlock(self.loaded, step.teacher, self.found)
         at_mid = student.mid is not None and teacher.mid is not None
         attention = [part for part in student.parts if part.role in ATTENTION]
         for part in attention:

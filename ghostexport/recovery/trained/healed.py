@@ -42,11 +42,11 @@ from ghostexport.execution import Execution
 from ghostexport.files import atomic_path
 from ghostexport.models import BoundaryModule, LoadedModel, patch
 from ghostexport.models.blocks import hidden_states
+from ghostexport.models.calls import go_on
 from ghostexport.models.reweighting import changed_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.recipe import RecoverSection
 from ghostexport.recovery.held_out import measure_refit
-from ghostexport.recovery.refit.streams import go_on, num_outputs
 from ghostexport.recovery.trained import on_cosine
 from ghostexport.recovery.trained.low_rank import RATE, LowRank
 from ghostexport.recovery.trained.teacher import Teacher
@@ -114,11 +114,11 @@ class Student:
     def __init__(self, dense: LoadedModel, start: OperatorSet, rank: int | None = None) -> None:
         self.dense, self.plan = dense, start.plan
         self.loaded = patch(dense, start.plan, start)
+        _ = self.loaded.outputs  # looked at once: blocks before `first` are not run again
         self.first = max(0, start.plan.boundaries[0].position - 1)
         self.boundaries = [m for m in self.loaded.model.modules() if isinstance(m, BoundaryModule)]
         self.parameters = self._thaw()
         self.low = [] if rank is None else self._lower(rank)
-        self.outputs = num_outputs(dense.model, dense.blocks)
         self.half = has_bfloat16(dense.device)
         for module in self.boundaries:
             keep_float32(module)
@@ -162,7 +162,7 @@ class Student:
 
     def logits(self, batch: Batch, x: torch.Tensor) -> torch.Tensor:
         """``[n, V]`` of the real tokens, from the stream ``(B, T, C)`` that enters block ``first``."""
-        return go_on(self.loaded, batch, self.first, x if self.first else None, self.outputs)[batch.mask]
+        return go_on(self.loaded, batch, self.first, x if self.first else None)[batch.mask]
 
     def operators(self, start: OperatorSet) -> OperatorSet:
         """What was trained, as operators and new weights."""

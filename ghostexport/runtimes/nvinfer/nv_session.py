@@ -12,7 +12,6 @@ cache updated in place has one shape, and every step replays. :attr:`NvSession.g
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,15 +86,15 @@ class NvSession:
         self._plans = [self._open(engine.path.with_name(name)) for name in engine.sha256]
         self._kv = dict(pair_kv([t.name for t in engine.inputs], [t.name for t in engine.outputs]))
         self._limits = {
-            role: max(_size(engine.inputs, profile, role) for profile in engine.profiles.values())
+            role: max(engine.largest(profile, role) for profile in engine.profiles)
             for role in ("batch", "tokens", "past", "total")
         }
-        self._inputs = {t.name: device.empty(self._capacity(t)) for t in engine.inputs if t.name not in self._kv}
+        self._inputs = {t.name: device.empty(t.nbytes(self._limits)) for t in engine.inputs if t.name not in self._kv}
         self._dtypes = {t.name: np.dtype(t.dtype) for t in engine.inputs if t.name in self._inputs}
         outputs = {t.name: t for t in engine.outputs}
         self._in_place = bool(self._kv) and _aliased(self._plans[0].cuda_engine, self._kv) == set(self._kv)
         self._sets = [
-            {past: device.empty(self._capacity(outputs[present])) for past, present in self._kv.items()}
+            {past: device.empty(outputs[present].nbytes(self._limits)) for past, present in self._kv.items()}
             for _ in range(1 if self._in_place else 2)
         ]
         # the sizes that some input has: calls that agree in them have the same shapes
@@ -117,7 +116,7 @@ class NvSession:
         run()
         logits = next(t for t in self.engine.outputs if t.name == "logits")
         batch, tokens = input_ids.shape
-        shape = self._shape(logits, self._sizes(batch, tokens, cache.length))
+        shape = logits.shape(self._sizes(batch, tokens, cache.length))
         return self._device.download(self._other["logits"], shape, logits.dtype), longer
 
     def timed_forward(self, input_ids: NDArray[np.int64], cache: KVCache) -> tuple[float, NvCache]:
@@ -168,10 +167,7 @@ class NvSession:
                 f"{self._title} cannot create an execution context for {path}.\n{self._logger.text}",
                 "Free GPU memory, or build with a smaller --max-batch, --max-tokens or --max-past.",
             )
-        kind = path.name.removesuffix(".engine").rpartition(".")[2]
-        split = len(self.engine.sha256) > 1
-        profiles = [name for name in self.engine.profiles if name.startswith(kind) or not split]
-        return _Plan(cuda_engine, context, profiles)
+        return _Plan(cuda_engine, context, self.engine.profiles_of(path.name))
 
     def _context(self, cuda_engine: Any) -> Any:
         trt = self._trt
@@ -252,8 +248,8 @@ class NvSession:
             self._device.synchronize()
             plan.active = index
         for tensor in self.engine.inputs:
-            if not context.set_input_shape(tensor.name, self._shape(tensor, sizes)):
-                raise self._broken(f"input {tensor.name} refuses shape {self._shape(tensor, sizes)}")
+            if not context.set_input_shape(tensor.name, tensor.shape(sizes)):
+                raise self._broken(f"input {tensor.name} refuses shape {tensor.shape(sizes)}")
             buffer = self._sets[source][tensor.name] if tensor.name in self._kv else self._inputs[tensor.name]
             context.set_tensor_address(tensor.name, buffer.data_ptr())
         past_of = {present: past for past, present in self._kv.items()}
@@ -271,7 +267,7 @@ class NvSession:
         self.enqueue_seconds = (time.perf_counter_ns() - started) * 1e-9
 
     def _output_buffer(self, tensor: Tensor, sizes: Mapping[str, int]) -> Any:
-        needed = math.prod(self._shape(tensor, sizes)) * _itemsize(tensor.dtype)
+        needed = tensor.nbytes(sizes)
         if tensor.name not in self._other or self._other[tensor.name].nbytes < needed:
             self._device.synchronize()  # the old buffer may still be written
             for plan in self._plans:  # and other plans and graphs point to it
@@ -283,7 +279,7 @@ class NvSession:
         """The plan and profile index for a call: of those that fit, the one with the smallest range of tokens."""
         sizes = self._sizes(batch, tokens, past)
         fitting = [
-            (_size(self.engine.inputs, shapes, "tokens"), plan_index, plan.profiles.index(name))
+            (self.engine.largest(name, "tokens"), plan_index, plan.profiles.index(name))
             for name, shapes in self.engine.profiles.items()
             for plan_index, plan in enumerate(self._plans)
             if name in plan.profiles and self._fits(shapes, sizes)
@@ -302,7 +298,7 @@ class NvSession:
         for tensor in self.engine.inputs:
             if tensor.name in shapes:
                 low, _, high = shapes[tensor.name]
-                wanted = self._shape(tensor, sizes)
+                wanted = tensor.shape(sizes)
                 if any(not a <= x <= b for a, x, b in zip(low, wanted, high, strict=True)):
                     return False
         return True
@@ -310,18 +306,9 @@ class NvSession:
     def _sizes(self, batch: int, tokens: int, past: int) -> dict[str, int]:
         return {"batch": batch, "tokens": tokens, "past": past, "total": past + tokens}
 
-    @staticmethod
-    def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(d if isinstance(d, int) else sizes[d] for d in tensor.dims)
-
-    def _capacity(self, tensor: Tensor) -> int:
-        return math.prod(self._shape(tensor, self._limits)) * _itemsize(tensor.dtype)
-
     def _cache_bytes(self, batch: int, length: int) -> int:
         sizes = self._sizes(batch, 0, length)
-        return sum(
-            math.prod(self._shape(t, sizes)) * _itemsize(t.dtype) for t in self.engine.inputs if t.name in self._kv
-        )
+        return sum(t.nbytes(sizes) for t in self.engine.inputs if t.name in self._kv)
 
     def _broken(self, problem: str) -> RuntimeUnavailableError:
         return RuntimeUnavailableError(
@@ -334,14 +321,3 @@ def _aliased(cuda_engine: Any, kv: Mapping[str, str]) -> set[str]:
     if not hasattr(cuda_engine, "get_aliased_input_tensor"):
         return set()
     return {past for past, present in kv.items() if cuda_engine.get_aliased_input_tensor(present) == past}
-
-
-def _size(inputs: tuple[Tensor, ...], shapes: Mapping[str, Any], role: str) -> int:
-    """The largest size of ``role`` in a profile; 0 when no input has it."""
-    return max(
-        (shapes[t.name][2][t.dims.index(role)] for t in inputs if role in t.dims and t.name in shapes), default=0
-    )
-
-
-def _itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

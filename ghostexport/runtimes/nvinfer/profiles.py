@@ -156,7 +156,7 @@ def trtexec_lines(
             for index, profile in enumerate(profiles):
                 build += [f"--profile={index}", *_shapes(profile, inputs)]
             for index, profile in enumerate(profiles):
-                opt = _spec({name: shapes[1] for name, shapes in profile.shapes(inputs).items()})
+                opt = shape_spec({name: shapes[1] for name, shapes in profile.shapes(inputs).items()})
                 start = build if index == 0 else [f"--loadEngine={plan.name}"]
                 lines[style].append(shlex.join([command, *start, f"--useProfile={index}", f"--shapes={opt}", *timing]))
     return lines
@@ -184,10 +184,11 @@ def _options(settings: BuildSection) -> list[str]:
 def _shapes(profile: Profile, inputs: tuple[Tensor, ...]) -> list[str]:
     shapes = profile.shapes(inputs)
     return [
-        f"--{point}Shapes={_spec({name: triple[i] for name, triple in shapes.items()})}"
+        f"--{point}Shapes={shape_spec({name: triple[i] for name, triple in shapes.items()})}"
         for i, point in enumerate(("min", "opt", "max"))
     ]
 
 
-def _spec(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def shape_spec(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Shapes as trtexec takes them: ``input_ids:1x16,attention_mask:1x32``."""
     return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())

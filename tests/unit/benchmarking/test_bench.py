@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ghostexport.benchmarking import bench
+from ghostexport.benchmarking.result import pairs
 from ghostexport.errors import ParityError, RecipeError
 from ghostexport.execution import Execution
 from ghostexport.recipe import BenchSection
@@ -224,3 +225,11 @@ def test_the_first_visit_of_a_session_that_was_loaded_anew_is_not_timed(monkeypa
     for cost, variant in ((0.010, "dense"), (0.008, "pruned")):
         (prefill,) = [m for m in measured if (m["workload"], m["variant"]) == ("prefill-b1-t8", variant)]
         assert np.ravel(prefill["rounds"]) == pytest.approx(np.full(12, 8 * cost))
+
+
+def test_every_variant_is_judged_against_dense_and_only_repaired_ones_against_pruned():
+    variants = ("dense", "pruned", "ghost", "dense.int4", "ghost.int4")
+    found = list(pairs(variants))
+    assert [v for v, against in found if against == "dense"] == list(variants[1:])
+    assert [v for v, against in found if against == "pruned"] == ["ghost", "ghost.int4"]
+    assert ("ghost.int4", "dense.int4") in found

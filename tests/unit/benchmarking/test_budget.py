@@ -79,4 +79,4 @@ def test_every_named_device_has_a_bandwidth_or_is_measured():
         if name == "cpu":
             assert device.bandwidth is None and device.bytes_per_second(25.6) == 25.6e9
         else:
-            assert device.bytes_per_second() == device.bandwidth * 1e9 and device.slowest
+            assert device.bytes_per_second() == device.bandwidth * 1e9 and device.bandwidth_of

@@ -1,7 +1,9 @@
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
 from ghostexport.benchmarking.ideal import read_facts
+from ghostexport.quantization.writer import quantize_graph
 
 
 def test_facts_of_a_hand_made_graph(tmp_path):
@@ -35,6 +37,16 @@ def test_facts_of_a_hand_made_graph(tmp_path):
     assert facts.attention_flops == 4 * 1 * 4 * 3
     assert facts.gathered_bytes == 0  # tied: the head reads all of it
     assert facts.dtype == "float32"
+
+
+@pytest.mark.parametrize("form", ["int4", "mxfp8", "nvfp4"])
+def test_a_quantised_graph_has_the_parameters_and_products_of_its_float_one(exported, form, tmp_path):
+    dense = exported("llama-tied", vocab_size=264).path
+    report = quantize_graph(dense, tmp_path / "q.onnx", form)
+    before, after = read_facts(dense), read_facts(tmp_path / "q.onnx")
+    assert (after.parameters, after.flops_per_token) == (before.parameters, before.flops_per_token)
+    saved = report.weight_bytes_before - report.weight_bytes_after
+    assert before.weight_bytes - after.weight_bytes == saved > 0
 
 
 def _size(dims):

@@ -1,12 +1,13 @@
 """Checkpoints with an operator inside, as transformers' own loader and cache run them."""
 
 import json
-import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from huggingface_hub import RepoUrl
 
 from ghostexport import models
 from ghostexport.deploy.remote_code import write_model
@@ -75,9 +76,10 @@ def test_the_folder_is_the_model_with_and_without_cache(name, tmp_path):
         own = getattr(loaded, loaded.base_model_prefix)
         assert torch.equal(body(TOKENS).last_hidden_state, own(TOKENS).last_hidden_state)
     loaded.save_pretrained(tmp_path / "again")
-    shutil.copyfile(tmp_path / "hf" / "modeling_ghost.py", tmp_path / "again" / "modeling_ghost.py")
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "again")(TOKENS).logits, expected)
+    with pytest.raises(Exception, match=r"hidden size|embed_dim|divisible|[Mm]ismatch|shape|negative power"):
+        type(patched).from_pretrained(tmp_path / "again")  # the stock class, which would pass over the operators
 
 
 @pytest.mark.parametrize("form", ["factors", "diagonal", "bias", "mid"])
@@ -98,6 +100,35 @@ def test_an_offloaded_model_keeps_its_operators(tmp_path):
     loaded = load(tmp_path / "hf", device_map=places, offload_folder=str(tmp_path / "offload"))
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, patched(TOKENS).logits)
+
+
+class Hub:
+    """What is sent to the Hub, without one."""
+
+    def __init__(self, monkeypatch):
+        self.sent = {}
+        api = "huggingface_hub.HfApi."
+        monkeypatch.setattr(f"{api}create_repo", lambda *a, **k: RepoUrl("https://huggingface.co/me/cut"))
+        monkeypatch.setattr(f"{api}create_commit", self.commit)
+        card = SimpleNamespace(save=lambda path: None)
+        monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *a, **k: card)
+
+    def commit(self, *args, operations, **kwargs):
+        for operation in operations:
+            with operation.as_file() as file:
+                self.sent[operation.path_in_repo] = file.read()
+        return SimpleNamespace(commit_url="", pr_url=None, oid="0")
+
+
+def test_what_is_pushed_to_the_hub_is_the_model(tmp_path, monkeypatch):
+    patched, hub = deployed("llama", tmp_path / "hf"), Hub(monkeypatch)
+    load(tmp_path / "hf").push_to_hub("me/cut", token="hf_none")
+    assert {"config.json", "model.safetensors", "modeling_ghost.py"} <= hub.sent.keys()
+    (tmp_path / "pulled").mkdir()
+    for name, content in hub.sent.items():
+        (tmp_path / "pulled" / name).write_bytes(content)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "pulled")(TOKENS).logits, patched(TOKENS).logits)
 
 
 def test_no_class_runs_it_without_its_operator(tmp_path):

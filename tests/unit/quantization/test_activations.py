@@ -1,5 +1,6 @@
 """Rounded inputs: the graph's own nodes against NumPy, the PyTorch twin against the graph."""
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -7,9 +8,12 @@ import torch
 from onnx import numpy_helper
 
 from ghostexport.errors import BuildError, RecipeError
+from ghostexport.float32_twin import for_cpu
 from ghostexport.models.rounding import round_weights
 from ghostexport.operators import Operator, OperatorSet
 from ghostexport.plan import PrunePlan
+from ghostexport.quantization.dynamic import round_blocks
+from ghostexport.quantization.forms import FORMS
 from ghostexport.quantization.inputs import Inputs, measure_inputs
 from ghostexport.quantization.reader import rounded_inputs, rounded_weights
 from ghostexport.quantization.targets import Settings, refusal
@@ -131,4 +135,72 @@ def test_what_no_kernel_multiplies_is_refused(dense, tmp_path):
         )
     with pytest.raises(RecipeError, match=r"Unknown way to treat activations 'sttic'.*\n.*static"):
         parse_recipe(RECIPE | {"quantize": {"activations": "sttic"}})
+    assert not list(tmp_path.iterdir())
+
+
+BLOCKS = {"mxfp8": 32, "nvfp4": 16}
+
+
+@pytest.fixture(scope="module")
+def wide(exported):
+    """Inputs of 64 and 96 channels: blocks of 32 divide both."""
+    made = exported("llama-tied", vocab_size=264)
+    return made, measure_inputs(made.path, TOKENS)
+
+
+@pytest.mark.parametrize("smooth", [None, 0.5])
+@pytest.mark.parametrize("form", BLOCKS)
+def test_scales_found_at_run_time_are_the_twins_and_the_functions(wide, form, smooth, tmp_path):
+    """PyTorch, rounding by NumPy, against ONNX Runtime, computing functions that are written in ONNX."""
+    made, seen = wide
+    settings = Settings(activations="dynamic", smooth=smooth, keep="none")
+    report = quantize_graph(made.path, tmp_path / "q.onnx", form, settings, inputs=seen)
+    body = [row for row in report.linears if row.form]
+    assert len(body) == 7 * 6 and all(row.activations and row.block == BLOCKS[form] for row in body)
+    twin = round_weights(made.model, made.path, tmp_path / "q.onnx")
+    parity = compare(twin, tmp_path / "q.onnx")
+    assert parity.passed and "rounded at other places" in parity.note and "unpacked" in parity.note
+    (tmp_path / "twin").mkdir()
+    rounded, plain = logits(for_cpu(tmp_path / "q.onnx", "float32", tmp_path / "twin")[0]), logits(made.path)
+    with torch.no_grad():
+        followed = twin(torch.from_numpy(TOKENS[:2])).logits.numpy()
+    assert np.abs(rounded - followed).mean() < 0.1 * np.abs(rounded - plain).mean()
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_blocks_of_inputs_are_rounded_to_the_nearest_value_by_definition(form):
+    size, grid = BLOCKS[form], {"mxfp8": 448, "nvfp4": 6}[form]
+    x = (np.random.default_rng(0).standard_normal((3, 5, 96)) * 10).astype(np.float32)
+    x[0, 0, :size] = 0
+    unit = float(np.abs(x).max()) / (6 * 448) if form == "nvfp4" else 1.0
+    found = round_blocks(x, FORMS[form], unit)
+    blocks = x.reshape(-1, size).astype(np.float64)
+    largest = np.abs(blocks).max(1, keepdims=True) / grid
+    if form == "mxfp8":
+        scale = np.exp2(np.ceil(np.log2(np.where(largest == 0, 1, largest))))
+        bits = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    else:
+        scale = (largest / unit).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.float32(unit)
+        bits = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    values = bits.astype(np.float64)
+    values = values[np.isfinite(values)]
+    nearest = np.abs(blocks[:, :, None] - values * scale[:, :, None]).min(2)
+    assert np.allclose(np.abs(blocks - found.reshape(-1, size)), nearest, atol=1e-5)
+    assert not found[0, 0, :size].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "target"), [("mxfp8", "SM89"), ("mxfp8", "SM120"), ("nvfp4", "SM120")])
+def test_tensorrt_rtx_builds_inputs_whose_scales_it_finds(exported, form, target, build_rtx, tmp_path):
+    made = exported("llama-tied", "float16", vocab_size=264)
+    settings = Settings(activations="dynamic", smooth=0.5)
+    quantize_graph(made.path, tmp_path / "q.onnx", form, settings, inputs=measure_inputs(made.path, TOKENS))
+    assert build_rtx(tmp_path / "q.onnx", target).plan_bytes > 0
+
+
+def test_forms_without_such_kernels_are_refused(dense, tmp_path):
+    with pytest.raises(RecipeError, match=r"int4 weights .* no kernels.*\n.*mxfp8 and nvfp4"):
+        quantize_graph(dense.path, tmp_path / "q.onnx", "int4", Settings(activations="dynamic"))
+    with pytest.raises(RecipeError, match=r"nvfp4 weights with eight-bit inputs"):
+        quantize_graph(dense.path, tmp_path / "q.onnx", "nvfp4", Settings(activations="static"))
     assert not list(tmp_path.iterdir())

@@ -16,8 +16,9 @@ def grid(form):
         return np.arange(-127, 128, dtype=np.float32)
     if form.name == "int4":
         return np.arange(-8, 8, dtype=np.float32)
-    bits = np.arange(256 if form.name == "fp8" else 16, dtype=np.uint8)
-    values = bits.view(form.numpy) if form.name == "fp8" else bits.astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+    eight = form.name in ("fp8", "mxfp8")
+    bits = np.arange(256 if eight else 16, dtype=np.uint8)
+    values = bits.view(form.numpy) if eight else bits.astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
     values = values.astype(np.float32)
     return np.unique(values[np.isfinite(values)])
 
@@ -44,6 +45,11 @@ def test_scales_map_the_largest_magnitude_of_a_block_to_the_end_of_the_grid(name
     q, scale, unit = quantize(W, form, form.block_for([128]), FLOAT16, search=False)
     blocks = np.atleast_2d(scale)
     largest = np.abs(W).reshape(len(blocks), -1, W.shape[1]).max(1)
+    if form.powers:  # the smallest power of two that clips nothing
+        s = blocks.astype(np.float32)
+        assert scale.dtype == ml_dtypes.float8_e8m0fnu
+        assert (s * form.grid >= largest).all() and (s / 2 * form.grid < largest).all()
+        return
     precision = 2.0**-4 if form.double else 2.0**-11  # E4M3 has 3 bits of mantissa, float16 ten
     assert np.allclose(blocks.astype(np.float32) * unit * form.grid, largest, rtol=precision + 1e-6)
     assert scale.dtype == (ml_dtypes.float8_e4m3fn if form.double else np.float16)
@@ -73,11 +79,13 @@ def test_the_search_finds_the_best_scale_of_a_block_within_a_hundredth():
     assert (found <= 1.01 * best).all()
 
 
-def test_an_empty_block_and_an_input_that_never_fires_stay_finite():
-    W = weights(32, 4)
-    W[:16] = 0
-    q, scale, unit = quantize(W, FORMS["int4"], 16, FLOAT16, np.zeros(32))
-    assert not q[:16].astype(np.float32).any()
+@pytest.mark.parametrize(("name", "block"), [("int4", 16), ("mxfp8", 32)])
+@pytest.mark.parametrize("search", [True, False])
+def test_an_empty_block_and_an_input_that_never_fires_stay_finite(name, block, search):
+    W = weights(2 * block, 4)
+    W[:block] = 0
+    q, scale, unit = quantize(W, FORMS[name], block, FLOAT16, np.zeros(2 * block), search)
+    assert not q[:block].astype(np.float32).any()
     assert np.isfinite(dequantize(q, scale, unit)).all()
 
 
@@ -96,7 +104,7 @@ def test_a_block_must_divide_every_weight():
         FORMS["int4"].block_for([100])
 
 
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
 def test_floats_are_rounded_as_the_type_rounds_them_ties_and_small_ones_too(name):
     form = FORMS[name]
     values, rng = grid(form), np.random.default_rng(0)

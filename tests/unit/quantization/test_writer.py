@@ -127,6 +127,33 @@ def test_the_report_counts_the_bytes_of_the_form(ghost, tmp_path):
     assert (report.opset_before, report.opset_after) == (20, 21)
 
 
+@pytest.mark.parametrize("head", ["keep", "same"])
+def test_mxfp8_is_eight_bits_and_powers_of_two_by_definition(ghost, head, tmp_path):
+    report = quantize_graph(ghost, tmp_path / "q.onnx", "mxfp8", Settings(scales="absmax", head=head))
+    weights = sum(a * b for row in report.linears if row.form for a, b in [row.shape])
+    assert sum(row.bytes for row in report.linears if row.form) == weights * (1 + 1 / 32)
+    model = onnx.load(tmp_path / "q.onnx")
+    stored = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+    float_weights = {i.name: numpy_helper.to_array(i) for i in onnx.load(ghost).graph.initializer}
+    nodes = [n for n in model.graph.node if n.op_type == "TRT_MXFP8DequantizeLinear"]
+    rounded = dict(rounded_weights(tmp_path / "q.onnx"))
+    assert len(nodes) == len(rounded) == sum(row.form is not None for row in report.linears)
+    for node in nodes:
+        q, scale = (stored[name] for name in node.input)
+        attributes = {a.name: a.i for a in node.attribute}
+        said = node.domain, attributes["block_size"], attributes["output_dtype"]
+        assert said == ("trt", 32, onnx.TensorProto.FLOAT)
+        spread = np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, axis=attributes["axis"])
+        name = node.input[0].removesuffix(".q")
+        assert np.array_equal(rounded[name], (q.astype(np.float64) * spread).astype(np.float32))
+        miss = np.abs(rounded[name] - float_weights[name]) / spread
+        assert miss.max() <= 16 and miss.max() > 0  # half a step of E4M3 between 256 and 448
+    (tmp_path / "twin").mkdir()
+    twin, note = for_cpu(tmp_path / "q.onnx", "float32", tmp_path / "twin")
+    expected = exact_logits(rounded_twin(ghost, "mxfp8", 32, tmp_path, head))
+    assert np.abs(expected - exact_logits(twin)).max() < 1e-4 * expected.std() and "unpacked" in note
+
+
 def test_equal_input_gives_equal_bytes(ghost, tmp_path):
     for name in ("a", "b"):
         quantize_graph(ghost, tmp_path / name / "q.onnx", "int4")
@@ -224,8 +251,9 @@ def test_tensorrt_rtx_builds_what_the_table_says_and_nothing_else(
         build_rtx(tmp_path / "q.onnx", target)
 
 
-def test_a_bfloat16_graph_in_four_bit_floats_has_a_twin_that_the_cpu_runs(exported, tmp_path):
-    quantize_graph(exported("llama-tied", "bfloat16", vocab_size=264).path, tmp_path / "q.onnx", "nvfp4")
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp8"])
+def test_a_bfloat16_graph_in_a_form_without_kernels_has_a_twin_that_the_cpu_runs(exported, form, tmp_path):
+    quantize_graph(exported("llama-tied", "bfloat16", vocab_size=264).path, tmp_path / "q.onnx", form)
     (tmp_path / "twin").mkdir()
     twin, note = for_cpu(tmp_path / "q.onnx", "bfloat16", tmp_path / "twin")
     stored = {i.name: numpy_helper.to_array(i) for i in onnx.load(twin).graph.initializer}

@@ -31,7 +31,7 @@ def taught(loaded, roles):
     """What is judged while block 3, spoilt in some parts, learns from its dense self."""
     with open_streams(loaded, CALIBRATION) as streams:
         walk = _Walk(loaded, CALIBRATION, streams, Execution())
-        fill(loaded, CALIBRATION, 3, streams.repaired)
+        fill(loaded, CALIBRATION, 3, streams.repaired, Execution())
         streams.dense.copy_(streams.repaired)
         walk.depth = 3
         student = SingleBlock(loaded, 3)

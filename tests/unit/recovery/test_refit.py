@@ -83,7 +83,7 @@ def test_a_planted_correction_is_recovered(name):
     step = _Step(3, 3, 0)
     with open_streams(loaded, CALIBRATION) as streams:
         walk = _Walk(loaded, CALIBRATION, streams, Execution())
-        fill(loaded, CALIBRATION, 3, streams.repaired)
+        fill(loaded, CALIBRATION, 3, streams.repaired, Execution())
         streams.dense.copy_(streams.repaired)
         walk.depth = 3
         student = SingleBlock(loaded, 3)
@@ -112,9 +112,9 @@ def test_judges_compare_predictions_of_whole_models(name):
     change = 0.05 * torch.randn(65, 64, generator=torch.Generator().manual_seed(3)).double()
     with open_streams(loaded, CALIBRATION) as streams:
         walk = _Walk(loaded, CALIBRATION, streams, Execution())
-        fill(loaded, CALIBRATION, 3, streams.repaired)
+        fill(loaded, CALIBRATION, 3, streams.repaired, Execution())
         streams.repaired *= 1.5
-        fill(loaded, CALIBRATION, 4, streams.dense)
+        fill(loaded, CALIBRATION, 4, streams.dense, Execution())
         walk.depth = 4
         student = SingleBlock(loaded, 3)
         found = [walk.look(student, step)]

@@ -7,8 +7,9 @@ import transformers
 
 from ghostexport import models
 from ghostexport.calibration import CalibrationSet
+from ghostexport.models.calls import block_calls, go_on
 from ghostexport.recovery.refit.parts import SingleBlock
-from ghostexport.recovery.refit.streams import block_calls, go_on, open_streams
+from ghostexport.recovery.refit.streams import open_streams
 from tests.tiny import CONFIGS, tiny
 
 

@@ -65,9 +65,9 @@ def test_what_is_not_measured_is_not_claimed(folder):
     folder.bench_path("onnxruntime").unlink()
     (folder.path / "engine_quality.json").unlink()
     said = explain(folder.read())
-    assert said[1:] == [f"Next: measure what it cost: ghostexport eval {folder.path}."]
+    assert said[1:] == [f"Next: measure what it cost: ghostexport eval {folder.path}"]
     folder.plan_path.unlink()
-    assert explain(folder.read()) == [f"Removed: nothing yet. Next: ghostexport select {folder.path} --prune N."]
+    assert explain(folder.read()) == [f"Removed: nothing yet. Next: ghostexport select {folder.path} --prune N"]
 
 
 def test_a_repair_that_does_harm_is_called_so(folder):
@@ -82,7 +82,7 @@ def test_a_repair_that_does_harm_is_called_so(folder):
 
 
 def test_show_gives_the_raw_figures(folder, capsys):
-    from ghostexport.show import print_run
+    from ghostexport.commands.screen import print_run
 
     print_run(folder.path, as_json=True)
     facts = json.loads(capsys.readouterr().out)

@@ -64,6 +64,14 @@ def logged(function):
     return wrapper
 
 
+class Logger:
+    def __init__(self, least=None):
+        assert least is None or least.kind == "Severity"
+
+    def log(self, severity, text):
+        pass
+
+
 class Builder:
     def __init__(self, logger):
         self._calls.append("Builder")
@@ -344,6 +352,7 @@ class Weights:
 _BEHAVIOUR = {
     cls.__name__: cls
     for cls in (
+        Logger,
         Builder,
         INetworkDefinition,
         OnnxParser,
@@ -417,7 +426,7 @@ class Module:
         bases = (Strict,) if behaviour is None else (behaviour, Strict)
         own = frozenset(_OWN.get(name, ()))
         body = {"_allowed": allowed, "_own": own, "_calls": self.calls, "_module": self, "_vendor": name}
-        if name == "ILogger":
+        if name in ("ILogger", "Logger"):
             severities = {s: Member("Severity", s, i) for i, s in enumerate(("INTERNAL_ERROR", "ERROR", "WARNING"))}
             body |= severities
         return type(name, bases, body)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ghostexport import verbs
-from ghostexport.arguments import resolve
+from ghostexport.commands import telling
+from ghostexport.commands.arguments import resolve
 
 if TYPE_CHECKING:
     from ghostexport.execution import Execution
@@ -28,17 +28,17 @@ SHARES = (1 / 8, 1 / 4, 3 / 8)
 EVALUATED = {"onnx": False, "generate": 0}
 
 
-@app.command(rich_help_panel=verbs.RESULTS)
+@app.command(rich_help_panel=telling.RESULTS)
 def sweep(
     model: Model,
     output: Output,
     prune: Annotated[list[int], typer.Option(help="How many blocks to remove; repeatable.")],
     recipe: RecipeFile = None,
     device: Device = "auto",
-    json: verbs.Json = False,
+    json: telling.Json = False,
 ) -> None:
     """Benchmark several depths (everything else from the recipe): quality and speed over removed blocks."""
-    from ghostexport import show as screen
+    from ghostexport.commands import screen
     from ghostexport.execution import Execution
     from ghostexport.files import write_bytes, write_json
     from ghostexport.report.page import render_sweep
@@ -52,7 +52,7 @@ def sweep(
     write_bytes(output / "sweep.html", render_sweep(found).encode())
 
 
-@app.command(rich_help_panel=verbs.RESULTS)
+@app.command(rich_help_panel=telling.RESULTS)
 def fit(
     model: Model,
     output: Output,
@@ -73,11 +73,11 @@ def fit(
     sibling: Annotated[str | None, typer.Option(help="The next smaller model, to compare with, dense.")] = None,
     recipe: RecipeFile = None,
     device: Device = "auto",
-    json: verbs.Json = False,
+    json: telling.Json = False,
 ) -> None:
     """Choose depth, format and repair for a device: what fits its memory and speed, and keeps most of the model."""
-    from ghostexport import show as screen
     from ghostexport.benchmarking.budget import Budget, amount, candidates, choose, comparable
+    from ghostexport.commands import screen
     from ghostexport.execution import Execution
     from ghostexport.files import write_bytes, write_json
     from ghostexport.first_recipe import count_blocks
@@ -94,6 +94,7 @@ def fit(
     counts = prune or sorted({max(1, round(share * count_blocks(model))) for share in SHARES})
     with screen.display() as callbacks:
         execution = Execution(device=device, **callbacks)
+        execution.say(f"bandwidth: {budget.bandwidth / 1e9:.0f} GB/s, {target.whose_bandwidth(bandwidth)}")
         runs = run_depths(model, output, counts, recipe, flags, "eval", execution)
         found = [candidate for run in runs for candidate in candidates(run, budget)]
         if sibling is not None:

@@ -44,13 +44,13 @@ def generate(
     stop: Stop = None,
 ) -> None:
     """Continue a text with a variant of a run."""
-    from ghostexport import show
+    from ghostexport.commands import screen
     from ghostexport.serving.speaker import open_speaker
 
     request = _request(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop)
     with _saying() as execution:
         speaker = open_speaker(run, variant, runtime, execution)
-    show.print_pieces(speaker.continue_text(prompt, request))
+    screen.print_pieces(speaker.continue_text(prompt, request))
 
 
 @app.command()
@@ -71,7 +71,7 @@ def chat(
     stop: Stop = None,
 ) -> None:
     """Converse with a variant of a run, or with two at once; an empty line or Ctrl-D ends it."""
-    from ghostexport import show
+    from ghostexport.commands import screen
     from ghostexport.serving.speaker import open_speaker
 
     if variant is not None and side_by_side is not None:
@@ -85,9 +85,9 @@ def chat(
         for messages in told:
             messages.append({"role": "user", "content": line})
         answers = [speaker.reply(messages, request) for speaker, messages in zip(speakers, told, strict=True)]
-        texts = [show.print_pieces(answers[0])] if len(answers) == 1 else [answer.text() for answer in answers]
+        texts = [screen.print_pieces(answers[0])] if len(answers) == 1 else [answer.text() for answer in answers]
         if len(answers) > 1:
-            show.print_beside([speaker.name for speaker in speakers], texts)
+            screen.print_beside([speaker.name for speaker in speakers], texts)
         for messages, text in zip(told, texts, strict=True):
             messages.append({"role": "assistant", "content": text})
 
@@ -129,15 +129,16 @@ def pack(
 @app.command()
 def deploy(
     run: Run,
-    target: Annotated[str, typer.Option(help="checkpoint, transformers, vllm, genai, triton, gguf, openvino, ...")],
+    target: Annotated[str, typer.Option(help="transformers, vllm, genai, gguf, tensorrt-rtx, edge-llm, ...")],
     output: Annotated[Path, typer.Option("-o", "--output", help="New folder to write.")],
     variant: Variant = None,
+    exported: Annotated[Path | None, typer.Option(help="Edge-LLM's own export of the whole model, to be cut.")] = None,
 ) -> None:
     """Write a variant of a run as the folder that a runtime expects, and test it where the runtime is installed."""
     from ghostexport.deploy import deploy
 
     with _saying() as execution:
-        said = deploy(run, target, output, variant, execution)
+        said = deploy(run, target, output, variant, execution, exported)
     typer.echo(f"{output}\n{said}")
 
 
@@ -151,13 +152,14 @@ def selftest(folder: Annotated[Path, typer.Argument(help="Folder that deploy wro
 
 def build_graph(graph: Path, output: Path | None, flags: dict[str, Any], how: dict[str, Any]) -> None:
     """Builds engines of any decoder graph, an operator file spliced in first where one is named."""
-    from ghostexport import api, show
+    from ghostexport import api
+    from ghostexport.commands import screen
     from ghostexport.execution import Execution
 
     given = {key: value for key, value in flags["build"].items() if value is not None}
     runtimes, files = given.pop("runtimes", None) or (None,), flags["recover"]["operators"] or ()
     built = []
-    with show.display() as callbacks:
+    with screen.display() as callbacks:
         execution = Execution(**how, **callbacks)
         for file in files:
             made = (output or graph.parent) / f"{graph.stem}-{Path(file).stem}.onnx"
@@ -166,7 +168,7 @@ def build_graph(graph: Path, output: Path | None, flags: dict[str, Any], how: di
             target = None if output is None or name is None else output / name / graph.stem
             built.append(api.build(graph, target, runtime=name, execution=execution, **given))
     for engine in built:
-        show.print_run(engine.sidecar)
+        screen.print_run(engine.sidecar)
 
 
 def _line() -> str:
@@ -179,10 +181,10 @@ def _line() -> str:
 @contextlib.contextmanager
 def _saying() -> Iterator[Execution]:
     """An execution whose lines appear on the screen."""
-    from ghostexport import show
+    from ghostexport.commands import screen
     from ghostexport.execution import Execution
 
-    with show.display() as callbacks:
+    with screen.display() as callbacks:
         yield Execution(**callbacks)
 
 

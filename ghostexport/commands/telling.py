@@ -1,4 +1,4 @@
-"""Verbs that run no stage: they begin a recipe, or say what is there."""
+"""The commands that run no stage: they begin a recipe, or tell what there is."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def estimate(
     json: Json = False,
 ) -> None:
     """Say what every stage needs of memory, disk and time, before a weight is read; exit code 1: it will not fit."""
-    from ghostexport import show as screen
-    from ghostexport.estimate import estimate as judge_all
+    from ghostexport.commands import screen
+    from ghostexport.commands.flags import merged
     from ghostexport.execution import Execution
-    from ghostexport.flags import merged
     from ghostexport.recipe import parse_recipe, read_recipe
     from ghostexport.resolution import config_of, resolve_machine
+    from ghostexport.sizing.estimate import estimate as judge_all
 
     given = {
         "model": {"source": model, "dtype": dtype},
@@ -67,7 +67,7 @@ def estimate(
 @app.command()
 def doctor(json: Json = False) -> None:
     """Show which runtimes and extras are usable here, and why not."""
-    from ghostexport import show as screen
+    from ghostexport.commands import screen
 
     screen.print_doctor(json)
 
@@ -77,7 +77,7 @@ def show(
     run: Annotated[Path, typer.Argument(help="Run folder, or an engine's sidecar JSON.")], json: Json = False
 ) -> None:
     """Show the variants of a run, or one engine's sidecar."""
-    from ghostexport import show as screen
+    from ghostexport.commands import screen
 
     screen.print_run(run, json)
 
@@ -85,7 +85,7 @@ def show(
 @app.command(rich_help_panel=RESULTS)
 def explain(run: Run, json: Json = False) -> None:
     """Say in plain words what a run removed, cost and bought, what limits it and what to try next."""
-    from ghostexport import show as screen
+    from ghostexport.commands import screen
 
     screen.print_explanation(run, json)
 
@@ -93,7 +93,7 @@ def explain(run: Run, json: Json = False) -> None:
 @app.command(rich_help_panel=RESULTS)
 def compare(first: Run, second: Run, json: Json = False) -> None:
     """Put the benchmarks of two runs (two devices, two depths) side by side."""
-    from ghostexport import show as screen
+    from ghostexport.commands import screen
 
     screen.print_comparison(first, second, json)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ghostexport.commands.flags import merged
 from ghostexport.errors import RecipeError
-from ghostexport.flags import merged
 
 if TYPE_CHECKING:
     from ghostexport.recipe import Recipe

@@ -106,12 +106,14 @@ FLAGS: dict[str, Flag] = {
     "exporter": Flag("export", "exporter", str, "auto, transformers or optimum."),
     "opset": Flag("export", "opset", int, "ONNX opset of the export."),
     "quantize": Flag(
-        "quantize", "format", list[str], "Weights in int4, int8, fp8, nvfp4 beside float ones; repeatable."
+        "quantize", "format", list[str], "Weights in int4, int8, fp8, mxfp8, nvfp4 beside float ones; repeatable."
     ),
     "block": Flag("quantize", "block", int, "Inputs that share a scale."),
     "scales": Flag("quantize", "scales", str, "search or absmax: how scales are chosen."),
-    "activations": Flag("quantize", "activations", str, "none, or static: inputs are rounded too (int8, fp8)."),
-    "smooth": Flag("quantize", "smooth", float, "SmoothQuant's exponent for static inputs."),
+    "activations": Flag(
+        "quantize", "activations", str, "none; inputs too: static (int8, fp8), dynamic (mxfp8, nvfp4)."
+    ),
+    "smooth": Flag("quantize", "smooth", float, "SmoothQuant's exponent for rounded inputs."),
     "head": Flag("quantize", "head", str, "Head and tied embedding: keep, int8, or same as the rest."),
     "runtime": Flag("build", "runtimes", list[str], "onnxruntime, tensorrt, tensorrt-rtx; repeatable."),
     "profiles": Flag("build", "profiles", str, "joint, split or single."),

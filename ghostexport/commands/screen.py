@@ -1,4 +1,4 @@
-"""What the command line draws with rich: progress, the table of a run, one engine, the doctor's findings."""
+"""What the command line draws with rich: progress, the table of a run, the doctor's findings."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ from ghostexport.runfolder import RunFolder
 
 if TYPE_CHECKING:
     from ghostexport.benchmarking.budget import Fit
-    from ghostexport.estimate import Verdict
-    from ghostexport.quantization.writer import QuantizationReport, QuantizedLinear
     from ghostexport.report.runs import Sweep
-    from ghostexport.surgery import GraphReport, SurgeryReport
+    from ghostexport.sizing.estimate import Verdict
 
 # No markup: model names and pip extras contain square brackets.
-_out = Console(highlight=False, markup=False, soft_wrap=True)
+out = Console(highlight=False, markup=False, soft_wrap=True)
 _err = Console(highlight=False, markup=False, stderr=True)
 
 
@@ -40,7 +38,7 @@ LONG = 3.0
 
 def print_json(facts: Any) -> None:
     """Prints facts for machines."""
-    _out.print_json(json.dumps(facts))
+    out.print_json(json.dumps(facts))
 
 
 class ProgressLines:
@@ -114,8 +112,8 @@ def print_pieces(pieces: Iterable[str]) -> str:
     said = []
     for piece in pieces:
         said.append(piece)
-        _out.print(piece, end="")
-    _out.print()
+        out.print(piece, end="")
+    out.print()
     return "".join(said)
 
 
@@ -123,17 +121,19 @@ def print_beside(names: Sequence[str], texts: Sequence[str]) -> None:
     """Prints one text per column."""
     table = Table(*names, show_lines=True)
     table.add_row(*texts)
-    _out.print(table)
+    out.print(table)
 
 
 def print_run(path: Path, as_json: bool = False) -> None:
-    """Prints the variants of a run folder, or the sidecar of one engine.
+    """Prints the variants of a run folder, or one engine by its sidecar.
 
     Raises:
         RunFolderError: the path is neither.
     """
     if path.suffix == ".json" and path.is_file():
-        _out.print_json(path.read_text(encoding="utf-8"))
+        from ghostexport.commands.graph_screen import print_engine
+
+        print_engine(path, as_json)
         return
     folder = RunFolder(path)
     if not folder.recipe_path.is_file():
@@ -142,16 +142,14 @@ def print_run(path: Path, as_json: bool = False) -> None:
     run = folder.read()
     if as_json:
         facts = {name: getattr(run, name) for name in _RAW} | {"fits": run.fits, "path": str(path)}
-        _out.print_json(
-            json.dumps(facts | {"summary": {name: bench["summary"] for name, bench in run.benches.items()}})
-        )
+        out.print_json(json.dumps(facts | {"summary": {name: bench["summary"] for name, bench in run.benches.items()}}))
         return
     if run.plan is not None and "select" in run.finished:
-        _out.print(f"{recipe.model.source}: removed {run.cut} ({run.plan['criterion']})")
+        out.print(f"{recipe.model.source}: removed {run.cut} ({run.plan['criterion']})")
     rows = variant_rows(run, recipe.variants)
     if rows:
-        _out.print(_table(rows))
-    _out.print(f"run folder: {path}   finished: {', '.join(run.finished) or 'nothing yet'}")
+        out.print(_table(rows))
+    out.print(f"run folder: {path}   finished: {', '.join(run.finished) or 'nothing yet'}")
 
 
 #: Parsed files of a run that ``show --json`` gives as they are.
@@ -224,20 +222,20 @@ def print_doctor(as_json: bool = False) -> None:
             "packages": {d.name: d.version for d in distributions() if d.name in wanted},
             "runtimes": [dict(zip(names, row, strict=True)) for row in doctor()],
         }
-        _out.print_json(json.dumps(facts))
+        out.print_json(json.dumps(facts))
         return
     table = Table()
     for column in ("runtime", "build", "run", "version", "why"):
         table.add_column(column)
     for row in doctor():
         table.add_row(*(("yes" if v else "no") if isinstance(v, bool) else str(v) for v in row))
-    _out.print(table)
+    out.print(table)
 
 
 def print_estimate(verdicts: Sequence[Verdict], as_json: bool) -> None:
     """Prints what every stage would need, and the way out where it will not fit."""
     if as_json:
-        _out.print_json(json.dumps([dataclasses.asdict(verdict) for verdict in verdicts]))
+        out.print_json(json.dumps([dataclasses.asdict(verdict) for verdict in verdicts]))
         return
     table = Table("stage", "memory, GB", "disk, GB", "minutes", "fits", "most of the memory")
     for verdict in verdicts:
@@ -246,73 +244,10 @@ def print_estimate(verdicts: Sequence[Verdict], as_json: bool) -> None:
         fits = f"no: {verdict.lacks}" if verdict.lacks else "tight" if verdict.tight else "yes"
         figures = (f"{need.memory / 1e9:.1f}", f"{need.disk / 1e9:.1f}", f"{need.seconds / 60:.0f}")
         table.add_row(need.stage, *figures, fits, f"{most} {need.parts[most] / 1e9:.1f}")
-    _out.print(table)
+    out.print(table)
     for verdict in verdicts:
         if verdict.way:
-            _out.print(f"{verdict.need.stage}: {verdict.way}")
-
-
-def print_surgery(report: SurgeryReport, as_json: bool = False) -> None:
-    """Prints what surgery did, one row per cut."""
-    if as_json:
-        print_json(report.to_json())
-        return
-    table = Table()
-    for column in ("cut", "stream in", "stream out", "rewired", "nodes removed", "nodes added", "initializers added"):
-        table.add_column(column)
-    for cut in report.boundaries:
-        start, stop = cut.span
-        rewired, added, weights = (
-            ", ".join(names) for names in (cut.consumers_rewired, cut.nodes_added, cut.initializers_added)
-        )
-        table.add_row(
-            f"[{start}, {stop})", cut.stream_in, cut.stream_out, rewired, str(cut.nodes_removed), added, weights
-        )
-    _out.print(table)
-    _out.print(
-        f"blocks {report.blocks_before} -> {report.blocks_after}, nodes {report.nodes_before} -> {report.nodes_after}, "
-        f"weights {report.weight_bytes_before / 1e6:.1f} -> {report.weight_bytes_after / 1e6:.1f} MB, "
-        f"{len(report.kv_inputs_removed)} KV inputs removed, {len(report.kv_renamed)} names renumbered",
-    )
-    _out.print(f"{report.path.name}: {report.bytes_written:,} bytes written")
-
-
-def print_quantization(report: QuantizationReport, as_json: bool = False) -> None:
-    """Prints what was quantised: a row per block size and form, the worst weights, the bytes."""
-    if as_json:
-        print_json(report.to_json())
-        return
-    table = Table()
-    for column in ("weights", "form", "block", "mean error", "largest error", "MB"):
-        table.add_column(column)
-    groups: dict[tuple[str | None, int | None, str], list[QuantizedLinear]] = {}
-    for linear in report.linears:
-        groups.setdefault((linear.form, linear.block, linear.reason), []).append(linear)
-    for (form, block, reason), rows in groups.items():
-        errors = [row.relative_error for row in rows]
-        shown = [f"{sum(errors) / len(rows):.3f}", f"{max(errors):.3f}"] if form else ["", ""]
-        what = f"{len(rows)}" + (f" ({reason})" if reason else "")
-        table.add_row(what, form or "float", str(block or ""), *shown, f"{sum(row.bytes for row in rows) / 1e6:.1f}")
-    _out.print(table)
-    _out.print(f"{report.output}: {report.summary}, opset {report.opset_before} -> {report.opset_after}")
-
-
-def print_graph(report: GraphReport, as_json: bool) -> None:
-    """Prints what surgery sees in a graph."""
-    if as_json:
-        _out.print_json(json.dumps(report.to_json()))
-        return
-    facts = report.to_json()
-    parts = [facts.pop("cuts"), facts.pop("blocks")]
-    table = Table(show_header=False)
-    for key, value in facts.items():
-        table.add_row(key, value if isinstance(value, str) else json.dumps(value))
-    _out.print(table)
-    for rows in filter(None, parts):
-        table = Table(*rows[0])
-        for row in rows:
-            table.add_row(*(", ".join(map(str, v)) if isinstance(v, list) else str(v) for v in row.values()))
-        _out.print(table)
+            out.print(f"{verdict.need.stage}: {verdict.way}")
 
 
 def print_explanation(path: Path, as_json: bool = False) -> None:
@@ -327,7 +262,7 @@ def print_explanation(path: Path, as_json: bool = False) -> None:
         print_json(list(sentences))
         return
     for sentence in sentences:
-        _out.print(sentence)
+        out.print(sentence)
 
 
 def print_comparison(first: Path, second: Path, as_json: bool = False) -> None:
@@ -341,14 +276,14 @@ def print_comparison(first: Path, second: Path, as_json: bool = False) -> None:
     table = Table("", found.a, found.b, "A / B", "verdict")
     for label, cells in found.rows():
         table.add_row(label, *cells)
-    _out.print(table)
+    out.print(table)
     for title, lines in (
         ("differs", found.differs),
         ("no verdict", found.withheld),
         ("in one run only", found.only_in_one),
     ):
         if lines:
-            _out.print(f"{title}: {'; '.join(lines)}")
+            out.print(f"{title}: {'; '.join(lines)}")
 
 
 def print_sweep(sweep: Sweep, as_json: bool = False) -> None:
@@ -359,7 +294,7 @@ def print_sweep(sweep: Sweep, as_json: bool = False) -> None:
     table = Table("removed", *sweep.variants, title=f"perplexity / speed-up, {sweep.workload} on {sweep.runtime}")
     for removed, cells in sweep.table():
         table.add_row(str(removed), *cells)
-    _out.print(table)
+    out.print(table)
 
 
 def print_fit(fit: Fit, device: str, as_json: bool = False) -> None:
@@ -372,7 +307,7 @@ def print_fit(fit: Fit, device: str, as_json: bool = False) -> None:
     table = Table(f"{device}, {fit.budget.bandwidth / 1e9:.0f} GB/s", *FIT_COLUMNS)
     for label, cells in fit.rows():
         table.add_row(label, *cells)
-    _out.print(table)
-    _out.print(f"tokens/s: {REACHED:.0%} of what the bandwidth allows after {fit.budget.context} tokens; not measured")
+    out.print(table)
+    out.print(f"tokens/s: {REACHED:.0%} of what the bandwidth allows after {fit.budget.context} tokens; not measured")
     if fit.chosen is not None:
-        _out.print(f"chosen: {fit.chosen.title}; go on with: ghostexport build engine {fit.chosen.run}")
+        out.print(f"chosen: {fit.chosen.title}; go on with: ghostexport build engine {fit.chosen.run}")

@@ -41,7 +41,7 @@ def measure_machine(folder: Path, device: str = "auto") -> Machine:
     memory, total = system.available, system.total
     for limit_file, used_file in _CGROUPS:
         try:
-            limit, used = int(Path(limit_file).read_text()), int(Path(used_file).read_text())
+            limit, used = int(Path(limit_file).read_text("utf-8")), int(Path(used_file).read_text("utf-8"))
         except (OSError, ValueError):  # no such version, or "max"
             continue
         total, memory = min(total, limit), min(memory, max(0, limit - used))

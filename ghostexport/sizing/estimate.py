@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ghostexport.capacity import Machine, measure_machine, multiplications_per_second
 from ghostexport.errors import CapacityError, RecipeError
-from ghostexport.needs import NEEDS, Need, need_of, needs_of, operators_of
 from ghostexport.recipe import BEST, Recipe, base_operator
 from ghostexport.recovery.registry import OPERATORS
+from ghostexport.sizing.capacity import Machine, measure_machine, multiplications_per_second
+from ghostexport.sizing.needs import NEEDS, STREAMING, Need, need_of, needs_of, operators_of
 
 if TYPE_CHECKING:
     from ghostexport.models.shape import ModelShape
@@ -67,7 +67,7 @@ def estimate(
 
 def judge(need: Need, shape: ModelShape, recipe: Recipe, machine: Machine, device: str = "auto") -> Verdict:
     """Whether the machine has what the stage needs, and which option makes it fit where not."""
-    lacks, tight = _lacking(need, machine, device)
+    need, lacks, tight = _fitting(need, shape, recipe, machine, device)
     return Verdict(need, lacks, tight, _way(need, lacks, shape, recipe, machine, device) if lacks or tight else "")
 
 
@@ -119,10 +119,27 @@ def _lacking(need: Need, machine: Machine, device: str) -> tuple[str, bool]:
     return "", need.memory > free or need.disk > machine.disk
 
 
+def _fitting(need: Need, shape: ModelShape, recipe: Recipe, machine: Machine, device: str) -> tuple[Need, str, bool]:
+    """What the stage needs as it would run, what of that is lacking, and whether it is tight.
+
+    On a CPU a model in the checkpoint's own dtype is streamed from its files where memory does not hold it.
+    """
+    lacks, tight = _lacking(need, machine, device)
+    on_cpu = machine.gpu is None and device in ("auto", "cpu")
+    if (lacks == "memory" or tight) and need.stage in STREAMING and on_cpu and shape.dtype == recipe.model.dtype:
+        streamed = replace(need_of(need.stage, shape, recipe, streamed=True), seconds=need.seconds)
+        if (found := _lacking(streamed, machine, device)) in (("", False), ("", True)):
+            return streamed, *found
+    return need, lacks, tight
+
+
 def _way(need: Need, lacks: str, shape: ModelShape, recipe: Recipe, machine: Machine, device: str) -> str:
     for flag, other, place in _alternatives(recipe, device):
         found = need_of(need.stage, shape, other)
-        if (found != need or place != device) and _lacking(found, machine, place) == ("", False):
+        if found == need and place == device:
+            continue
+        found, *judged = _fitting(found, shape, other, machine, place)
+        if judged == ["", False]:
             figure = found.disk if lacks == "disk" else found.memory
             return f"Give {flag}: {gigabytes(figure)} then."
     if lacks == "disk":

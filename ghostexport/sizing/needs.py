@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ghostexport.capacity import DISK_RATE
 from ghostexport.recipe import BEST, HEAL, REFIT, Recipe, base_operator
 from ghostexport.recovery.registry import OPERATORS
+from ghostexport.sizing.capacity import DISK_RATE
 
 if TYPE_CHECKING:
     from ghostexport.models.shape import ModelShape
@@ -178,7 +178,7 @@ def _surgery(sizes: _Sizes) -> _Figures:
 
 
 def _quantize(sizes: _Sizes) -> _Figures:
-    bits = {"int8": 9, "fp8": 9, "int4": 5, "nvfp4": 5}  # with scales
+    bits = {"int8": 9, "fp8": 9, "mxfp8": 9, "int4": 5, "nvfp4": 5}  # with scales
     variants = len(sizes.recipe.float_variants) - 1
     kept = 1 + (variants - 1) * sizes.kept
     disk = sum(bits[form] / 8 for form in sizes.recipe.quantize.format) * kept * sizes.shape.parameters
@@ -230,8 +230,21 @@ def needs_of(shape: ModelShape, recipe: Recipe, rate: float) -> list[Need]:
     return [need_of(stage, shape, recipe, rate) for stage in stages if stage != "quantize" or recipe.quantize.format]
 
 
-def need_of(stage: str, shape: ModelShape, recipe: Recipe, rate: float = 1e11) -> Need:
-    """What one stage needs."""
-    parts, disk, moved, products = NEEDS[stage](_Sizes(shape, recipe))
+#: Stages that can leave the weights in their files -> residual values kept per token at a time, over those of a run.
+STREAMING = {"select": 2, "recover": 4}
+
+#: Bytes of residual values in memory, of a few shelves (:data:`ghostexport.models.walking.ROOM` each).
+SHELVES = 1.5e9
+
+
+def need_of(stage: str, shape: ModelShape, recipe: Recipe, rate: float = 1e11, streamed: bool = False) -> Need:
+    """What one stage needs; ``streamed``: its weights stay in the files they are mapped from, read block by block."""
+    sizes = _Sizes(shape, recipe)
+    parts, disk, moved, products = NEEDS[stage](sizes)
+    if streamed:
+        kept = STREAMING[stage] + sizes.removed * (stage == "select")
+        streams = float(kept) * sizes.tokens * shape.hidden * sizes.number
+        parts |= {"weights": 0.0, "residual values": min(streams, SHELVES)}
+        disk += max(0.0, streams - SHELVES)
     parts = {"libraries": LIBRARIES, **{name: size for name, size in parts.items() if size}}
     return Need(stage, sum(parts.values()), disk, products / rate + moved / DISK_RATE, parts)

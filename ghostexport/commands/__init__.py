@@ -1,0 +1,1 @@
+"""The command line, behind ``cli.py``: what it parses, what it calls, what it prints."""
