@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -61,8 +62,10 @@ class Shelf:
             self._held[key] = x.detach().clone()
             return
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="ghostexport-streams-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            folder = Path(tempfile.gettempdir(), f"ghostexport-streams-{uuid4().hex}")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)  # first: a stop leaves nothing behind
+            folder.mkdir(mode=0o700)
+            self._folder = folder
         require_space(self._folder, x.nbytes, "residual values")
         path = self._folder / str(next(self._names))
         try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 
@@ -36,8 +37,9 @@ def open_streams(loaded: LoadedModel, calibration: CalibrationSet) -> Iterator[S
     shape = (*calibration.tokens.shape, loaded.hidden_size)
     dtype = next(loaded.model.parameters()).dtype
     count = shape[0] * shape[1] * shape[2]
-    folder = Path(tempfile.mkdtemp(prefix="ghostexport-streams-"))
-    try:
+    folder = Path(tempfile.gettempdir(), f"ghostexport-streams-{uuid4().hex}")
+    try:  # named before it is made: a stop between the two leaves nothing behind
+        folder.mkdir(mode=0o700)
         require_space(folder, 2 * count * dtype.itemsize, "the residual streams of the refit")
         dense, repaired = (
             torch.from_file(str(folder / name), shared=True, size=count, dtype=dtype).view(shape)
