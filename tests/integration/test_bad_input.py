@@ -46,7 +46,7 @@ def test_unknown_recipe_key_in_a_file(cli, tiny_model, tmp_path):
 
 @pytest.mark.parametrize("model", ["no/such-model-anywhere", "./missing-folder", "missing.gguf"])
 def test_unknown_model(cli, text_file, tmp_path, monkeypatch, model):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read on import
     code, _, err = cli(*good(model, text_file, tmp_path / "run"), "--prune", "2")
     assert code == 2 and model.lstrip("./") in err and "Traceback" not in err
 
