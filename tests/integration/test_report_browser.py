@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_chromium() is None, reason="no chromium binary on PATH"),
 ]
-PLOTS = 1 + 6 + 1 + 1 + 3  # Pareto, latency distributions, size bars, scores, two heat maps and the singular values
+# Pareto over speed and over bytes, latency distributions, size bars, scores, two heat maps and the singular values
+PLOTS = 2 + 6 + 1 + 1 + 3
 
 
 @pytest.fixture(scope="module")
