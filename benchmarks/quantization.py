@@ -1,6 +1,6 @@
 """SmolLM2-135M, dense / ghost / best in float, int4, int8, fp8 and NVFP4: quality, bytes, speed, TensorRT-RTX plans.
 
-    python benchmarks/quantization.py --work RUNS [--prune 5 7] [--block 32] [--perturb 0.02] [--no-speed]
+    python benchmarks/quantization.py --work RUNS [--prune 5 7] [--block 32] [--rounding gptq] [--perturb 0.02]
 
 One run folder per depth in RUNS. Quality is that of PyTorch holding the rounded weights, on the same held-out windows
 for all; speed is ONNX Runtime's on this CPU for the forms it holds, measured in interleaved rounds against dense float
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--prune", type=int, nargs="+", default=[7, 5])
     parser.add_argument("--forms", nargs="+", default=FORMS)
     parser.add_argument("--block", type=int, help="inputs per scale; default: the largest that fits")
+    parser.add_argument("--rounding", default="nearest")
     parser.add_argument("--head", default="keep")
     parser.add_argument("--perturb", type=float, default=0.0)
     parser.add_argument("--windows", type=int, default=12, help="held-out windows of 512 tokens")
@@ -65,7 +66,7 @@ def main() -> None:
         for stage in ("calibrate", "export"):  # the same at every depth
             folder.adopt(stage, folder_of(arguments, arguments.prune[0]))
         row: dict[str, Any] = {"removed": depth} | {"perturbed": arguments.perturb, "head": arguments.head}
-        row["block"] = arguments.block
+        row |= {"block": arguments.block, "rounding": arguments.rounding}
         recipe = recipe_of(arguments, source, depth, RUNNABLE)
         if arguments.speed:
             run(recipe, folder, execution, goal="bench")
@@ -80,7 +81,8 @@ def main() -> None:
 
 
 def folder_of(arguments: argparse.Namespace, depth: int) -> RunFolder:
-    return RunFolder(arguments.work / f"n{depth}-{arguments.perturb:g}-{arguments.head}-{arguments.block or 'auto'}")
+    how = f"{arguments.perturb:g}-{arguments.head}-{arguments.block or 'auto'}-{arguments.rounding}"
+    return RunFolder(arguments.work / f"n{depth}-{how}")
 
 
 def perturbed(arguments: argparse.Namespace, execution: Execution) -> str:
@@ -104,7 +106,7 @@ def recipe_of(arguments: argparse.Namespace, source: str, depth: int, forms: lis
             "calibration": {"source": "demo", "sequences": 32, "length": 512, "held_out_sequences": arguments.windows},
             "select": {"prune": depth},
             "recover": {"operators": ["ghost", BEST]},
-            "quantize": {"format": forms, "head": arguments.head, "block": arguments.block},
+            "quantize": {"format": forms} | {key: vars(arguments)[key] for key in ("head", "block", "rounding")},
             "build": {"runtimes": ["onnxruntime"], "providers": ["cpu"]},
             "bench": BENCH,
             "eval": {"onnx": False, "generate": 0},
@@ -174,9 +176,10 @@ def plans(folder: RunFolder, forms: list[str], execution: Execution) -> dict[str
 def keep(row: dict[str, Any]) -> None:
     """Puts the row among the others and writes both files."""
     rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    key = ("removed", "perturbed", "head", "block")
+    key = ("removed", "perturbed", "head", "block", "rounding")
+    rows = [{"rounding": "nearest"} | r for r in rows]
     rows = [r for r in rows if [r[k] for k in key] != [row[k] for k in key]] + [row]
-    rows.sort(key=lambda r: (r["perturbed"], r["head"], r["block"] or 0, r["removed"]))
+    rows.sort(key=lambda r: (r["perturbed"], r["head"], r["block"] or 0, r["rounding"], r["removed"]))
     packages = {name: version(name) for name in ("ghostexport", "torch", "onnxruntime", "onnx-ir", "numpy")}
     write_json(RESULTS, {"cpu": platform.processor() or platform.machine(), "versions": packages, "rows": rows})
     write_bytes(RESULTS.with_suffix(".md"), table(rows).encode())
@@ -188,6 +191,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         label = f"{row['removed']}" + (f", perturbed {row['perturbed']:g}" if row["perturbed"] else "")
         label += "" if row["head"] == "keep" else f", head {row['head']}"
         label += f", block {row['block']}" if row["block"] else ""
+        label += "" if row["rounding"] == "nearest" else f", {row['rounding']}"
         for name, v in row["variants"].items():
             over = v.get("over_float")
             low, high = v.get("over_float_interval", (0, 0))

@@ -221,6 +221,7 @@ def quantize(
     form: Annotated[list[str] | None, typer.Option("--format", help="int4 (default), int8, fp8, mxfp8, nvfp4.")] = None,
     block: Annotated[int | None, typer.Option(help="Inputs per scale; default: what divides every weight.")] = None,
     scales: Annotated[str | None, typer.Option(help="search (default), or absmax.")] = None,
+    rounding: Annotated[str | None, typer.Option(help="nearest (default), or gptq.")] = None,
     head: Annotated[str | None, typer.Option(help="Head and tied embedding: keep (default), int8, same.")] = None,
     activations: Annotated[str | None, typer.Option(help="none (default); inputs too: static, dynamic.")] = None,
     smooth: Annotated[float | None, typer.Option(help="SmoothQuant's exponent for rounded inputs.")] = None,
@@ -231,7 +232,8 @@ def quantize(
     json: telling.Json = False,
 ) -> None:
     """Quantise the weights of an exported graph (or run the quantize stage of a run folder)."""
-    given = {"block": block, "scales": scales, "head": head, "activations": activations, "smooth": smooth}
+    given: dict[str, object] = {"block": block, "scales": scales, "rounding": rounding, "head": head}
+    given |= {"activations": activations, "smooth": smooth}
     if not target.endswith(".onnx"):
         _run_to("quantize", target, output, None, {"quantize": {"format": form} | given}, json)
         return

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ghostexport.errors import GhostExportError, RecipeError, RunFolderError
 from ghostexport.execution import Execution
@@ -157,17 +158,19 @@ def quantize(folder: RunFolder, recipe: Recipe, execution: Execution) -> list[Pa
     settings = recipe.quantize.settings
     written: list[Path] = []
     drawn, _ = calibration.load(folder.calibration_path)
-    inputs: dict[str, Any] = {}
-    for variant in recipe.quantized_variants:
-        source, form = float_variant(variant), variant.rpartition(".")[2]
-        graph, output = folder.graph_path(source), folder.graph_path(variant)
-        if settings.needs_inputs and source not in inputs:
-            seen = functools.partial(execution.progress, f"quantize: what {source} sees")
-            inputs[source] = measure_inputs(graph, drawn.tokens, seen)
-        progress = functools.partial(execution.progress, f"quantize: {variant}")
-        report = quantize_graph(graph, output, form, settings, inputs=inputs.get(source), progress=progress)
-        written += [output, output.with_name(f"{output.name}.data"), folder.quantization_path(variant)]
-        execution.say(f"quantize: {variant}: {report.summary}")
+    for source in dict.fromkeys(map(float_variant, recipe.quantized_variants)):
+        graph = folder.graph_path(source)
+        with tempfile.TemporaryDirectory(prefix=".inputs.", dir=graph.parent) as grams:
+            inputs = None
+            if settings.needs_inputs:
+                seen = functools.partial(execution.progress, f"quantize: what {source} sees")
+                inputs = measure_inputs(graph, drawn.tokens, seen, Path(grams) if settings.rounding == "gptq" else None)
+            for variant in (name for name in recipe.quantized_variants if float_variant(name) == source):
+                output, form = folder.graph_path(variant), variant.rpartition(".")[2]
+                progress = functools.partial(execution.progress, f"quantize: {variant}")
+                report = quantize_graph(graph, output, form, settings, inputs=inputs, progress=progress)
+                written += [output, output.with_name(f"{output.name}.data"), folder.quantization_path(variant)]
+                execution.say(f"quantize: {variant}: {report.summary}")
     return written
 
 

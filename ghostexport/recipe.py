@@ -177,12 +177,14 @@ class QuantizeSection(Section):
 
     Attributes:
         format: a form, ``none`` or a list; every variant but ``pruned`` exists in each: ``dense.int4``, ``ghost.int4``.
-        block, scales, head, operator, activations, smooth, keep: :class:`ghostexport.quantization.targets.Settings`.
+        block, scales, rounding, head, operator, activations, smooth, keep:
+            :class:`ghostexport.quantization.targets.Settings`.
     """
 
     format: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_forms)] = ()
     block: Annotated[int, Field(ge=1)] | None = None
     scales: str = "search"
+    rounding: str = "nearest"
     head: str = "keep"
     operator: str = "keep"
     activations: str = "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,15 +149,16 @@ def quantize(
     from ghostexport.recipe import QuantizeSection
 
     execution, path = execution or Execution(), path_of(graph)
-    inputs = None
-    if calibration is not None:
-        drawn = load(Path(calibration)) if isinstance(calibration, str | Path) else calibration
-        seen = functools.partial(execution.progress, "quantize: inputs")
-        inputs = measure_inputs(path, drawn_of(drawn).tokens, seen)
+    how = (settings or QuantizeSection()).settings
     progress = functools.partial(execution.progress, f"quantize: {form}")
-    return quantize_graph(
-        path, Path(output), form, (settings or QuantizeSection()).settings, inputs=inputs, progress=progress
-    )
+    with tempfile.TemporaryDirectory(prefix="ghostexport-inputs-") as grams:
+        inputs = None
+        if calibration is not None:
+            drawn = load(Path(calibration)) if isinstance(calibration, str | Path) else calibration
+            seen = functools.partial(execution.progress, "quantize: inputs")
+            folder = Path(grams) if how.rounding == "gptq" else None
+            inputs = measure_inputs(path, drawn_of(drawn).tokens, seen, folder)
+        return quantize_graph(path, Path(output), form, how, inputs=inputs, progress=progress)
 
 
 def convert(graph: File, output: str | Path) -> Path:

@@ -110,6 +110,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "block": Flag("quantize", "block", int, "Inputs that share a scale."),
     "scales": Flag("quantize", "scales", str, "search or absmax: how scales are chosen."),
+    "rounding": Flag("quantize", "rounding", str, "nearest or gptq: how weights are rounded."),
     "activations": Flag(
         "quantize", "activations", str, "none; inputs too: static (int8, fp8), dynamic (mxfp8, nvfp4)."
     ),

@@ -58,6 +58,10 @@ def print_quantization(report: QuantizationReport, as_json: bool = False) -> Non
         what = f"{len(rows)}" + (f" ({reason})" if reason else "")
         table.add_row(what, form or "float", str(block or ""), *shown, f"{sum(row.bytes for row in rows) / 1e6:.1f}")
     out.print(table)
+    turned = [row.output_error for row in report.linears if row.output_error]
+    if turned:
+        before, after = (sum(errors) / len(turned) for errors in zip(*turned, strict=True))
+        out.print(f"gptq: mean error of the outputs on the calibration text {before:.3f} -> {after:.3f}")
     out.print(f"{report.output}: {report.summary}, opset {report.opset_before} -> {report.opset_after}")
 
 

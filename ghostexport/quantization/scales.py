@@ -73,10 +73,13 @@ def quantize(
 
 def dequantize(q: NDArray[Any], scale: NDArray[Any], unit: NDArray[np.float32] | float = 1.0) -> NDArray[np.float32]:
     """``W' = q * s`` as float32 ``[K, N]``; ``scale`` as :func:`quantize` returns it."""
+    return np.asarray(q.astype(np.float32) * spread(scale, unit, q.shape[0]), np.float32)
+
+
+def spread(scale: NDArray[Any], unit: NDArray[np.float32] | float, inputs: int) -> NDArray[np.float32]:
+    """``s``, ``[N]`` or ``[K / B, N]``, as float32 ``[K, N]``, the scale of every weight."""
     blocks = scale[None] if scale.ndim == 1 else scale
-    size = q.shape[0] // blocks.shape[0]
-    spread = np.repeat(blocks.astype(np.float32) * np.float32(unit), size, axis=0)
-    return np.asarray(q.astype(np.float32) * spread, np.float32)
+    return np.repeat(blocks.astype(np.float32) * np.float32(unit), inputs // blocks.shape[0], axis=0)
 
 
 def relative_error(weight: NDArray[Any], rounded: NDArray[np.float32], importance: NDArray[Any] | None) -> float:

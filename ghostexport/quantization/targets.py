@@ -10,6 +10,7 @@ from ghostexport.errors import RecipeError
 from ghostexport.validation import require_name
 
 SCALES = ("search", "absmax")
+ROUNDINGS = ("nearest", "gptq")
 HEADS = ("keep", "int8", "same")
 OPERATORS = ("keep", "int8")
 ACTIVATIONS = ("none", "static", "dynamic")
@@ -28,6 +29,7 @@ class Settings:
     Attributes:
         block: inputs per scale; None takes the form's first that divides every linear's inputs.
         scales: ``search`` them (see :mod:`ghostexport.quantization.scales`), or ``absmax``: largest magnitude.
+        rounding: to the ``nearest``, or in turn (``gptq``, :mod:`ghostexport.quantization.gptq`).
         head: what becomes of the head, and with it of a tied embedding: ``keep``, ``int8`` or ``same`` as the rest. One
             quantised table then serves both; TensorRT keeps it small, ONNX Runtime's CPU unpacks it at every step.
         operator: what becomes of operators: ``keep``, or ``int8`` per channel.
@@ -39,6 +41,7 @@ class Settings:
 
     block: int | None = None
     scales: str = "search"
+    rounding: str = "nearest"
     head: str = "keep"
     operator: str = "keep"
     activations: str = "none"
@@ -47,6 +50,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         require_name(self.scales, SCALES, "way to scale")
+        require_name(self.rounding, ROUNDINGS, "way to round")
         require_name(self.head, HEADS, "way to treat the head")
         require_name(self.operator, OPERATORS, "way to treat operators")
         require_name(self.activations, ACTIVATIONS, "way to treat activations")
@@ -55,7 +59,7 @@ class Settings:
     @property
     def needs_inputs(self) -> bool:
         """Whether calibration text is run through the graph first."""
-        return self.scales == "search" or self.activations != "none"
+        return self.scales == "search" or self.rounding == "gptq" or self.activations != "none"
 
     def require_form(self, form: str) -> None:
         """Raises: RecipeError: the form has no kernels for rounded inputs, or needs other blocks for them."""

@@ -28,6 +28,7 @@ from ghostexport.files import write_json
 from ghostexport.onnxfile import initializer, load_graph, save_graph, weight_bytes
 from ghostexport.quantization import activations
 from ghostexport.quantization.forms import FORMS, SCALE_DTYPES, UNPACK, UNPACK_MX, Form
+from ghostexport.quantization.gptq import round_in_turn
 from ghostexport.quantization.inputs import Inputs
 from ghostexport.quantization.linears import Linear, find_linears
 from ghostexport.quantization.scales import dequantize, quantize, relative_error
@@ -62,6 +63,8 @@ class QuantizedLinear:
         relative_error: of the layer's output for uncorrelated inputs, weighted by what was measured of them.
         bytes: of the weight and its scales now.
         activations: whether its input is rounded to the same form.
+        output_error: relative error of the output on the calibration text, with nearest rounding and with rounding in
+            turn; None where that was not asked for.
         reason: why it was kept, its input was not rounded, or it took another form than asked.
     """
 
@@ -72,6 +75,7 @@ class QuantizedLinear:
     relative_error: float
     bytes: int
     activations: bool = False
+    output_error: tuple[float, float] | None = None
     reason: str = ""
 
 
@@ -134,21 +138,21 @@ def quantize_graph(
         progress: called with weights done and their number.
 
     Raises:
-        RecipeError: an unknown form, rounded activations without ``inputs``, or with a form that has none.
+        RecipeError: an unknown form, rounded activations without ``inputs`` or with a form that has none, or
+            rounding in turn without ``X'X``.
         SurgeryError: nothing to quantise, quantised already, or ``block`` does not divide a linear's inputs.
     """
     require_name(form, FORMS, "format")
     settings.require_form(form)
-    rounds = settings.activations != "none"
-    if rounds and inputs is None:
-        raise RecipeError("Rounded activations take their scales from calibration text.", "Give a calibration.")
+    rounds, turned = settings.activations != "none", settings.rounding == "gptq"
+    _require_inputs(settings, inputs)
     model = load_graph(source)
     linears = [linear for linear in find_linears(model, settings.operator != "keep") if linear.products]
     _refuse(model, linears, source)
     chosen = _chosen(FORMS[form], settings, linears)
     before, opset = weight_bytes(model), model.opset_imports[""]
     jobs = [
-        _Job(linear, *chosen[linear.kind], settings.scales == "search", (inputs or {}).get(linear.name))
+        _Job(linear, *chosen[linear.kind], settings.scales == "search", turned, (inputs or {}).get(linear.name))
         for linear in linears
     ]
     raise_opset(model, max([opset, *(job.form.opset for job in jobs if job.form is not None)]))
@@ -185,6 +189,7 @@ class _Job:
         block: int | None,
         reason: str,
         search: bool,
+        turned: bool,
         inputs: Inputs | None,
     ) -> None:
         self.linear, self.form, self.block, self.reason, self.search = linear, form, block, reason, search
@@ -193,7 +198,8 @@ class _Job:
         self.smooth: NDArray[np.float32] | None = None
         self.tensor = linear.weight.const_value
         self.written: Callable[[], None] = lambda: None
-        self.error = 0.0
+        self.gram = inputs.gram if turned and inputs is not None else None
+        self.error, self.output_error = 0.0, None if self.gram is None or form is None else (0.0, 0.0)
         self._parts: dict[str, NDArray[Any]] = {}
 
     def part(self, name: str) -> NDArray[Any]:
@@ -214,6 +220,12 @@ class _Job:
             importance = None if importance is None else importance / self.smooth.astype(np.float64) ** 2
         scale_dtype = SCALE_DTYPES[self.tensor.dtype]
         q, scale, unit = quantize(weight, self.form, self.block, scale_dtype, importance, self.search)
+        if self.gram is not None:
+            gram = np.load(self.gram, mmap_mode="r")
+            if self.smooth is not None:
+                gram = gram / np.outer(self.smooth, self.smooth)
+            q, *errors = round_in_turn(weight, q, scale, unit, self.form, gram)
+            self.output_error = (errors[0], errors[1])
         self.error = relative_error(weight, dequantize(q, scale, unit), importance)
         if axis == 1:
             q, scale = np.ascontiguousarray(q.T), np.ascontiguousarray(scale.T)
@@ -227,7 +239,8 @@ class _Job:
         values = [linear.weight] if self.form is None else [v for v in self.values if v is not None]
         size = sum(v.const_value.nbytes for v in values if v.const_value is not None)
         rounded = self.rounds_input
-        return QuantizedLinear(linear.name, linear.shape, name, self.block, self.error, size, rounded, self.reason)
+        errors, reason = self.output_error, self.reason
+        return QuantizedLinear(linear.name, linear.shape, name, self.block, self.error, size, rounded, errors, reason)
 
     @functools.cached_property
     def values(self) -> tuple[ir.Value, ir.Value, ir.Value | None]:
@@ -367,6 +380,13 @@ def raise_opset(model: ir.Model, opset: int) -> None:
         )
     model.opset_imports[""] = opset
     model.ir_version = max(model.ir_version, IR_VERSION_OF[opset])
+
+
+def _require_inputs(settings: Settings, inputs: Mapping[str, Inputs] | None) -> None:
+    if settings.activations != "none" and inputs is None:
+        raise RecipeError("Rounded activations take their scales from calibration text.", "Give a calibration.")
+    if settings.rounding == "gptq" and not any(seen.gram for seen in (inputs or {}).values()):
+        raise RecipeError("gptq rounds by what the linears see on calibration text.", "Give a calibration.")
 
 
 def _refuse(model: ir.Model, linears: list[Linear], source: Path) -> None:

@@ -271,7 +271,8 @@ def quantization_section(run: RunFiles) -> Section:
     section = Section(
         "quantization",
         "Quantised weights",
-        "Relative errors of the matrices' outputs, weighted by what they see on the calibration set where measured.",
+        "Relative errors of the matrices' outputs, weighted by what they see on the calibration set where measured. "
+        "Under gptq, their mean error on that set itself, with nearest rounding and with rounding in turn.",
     )
     rows: list[Row] = []
     for variant, report in run.quantization.items():
@@ -284,7 +285,9 @@ def quantization_section(run: RunFiles) -> Section:
         scales = report["settings"]["scales"] + " (weighted)" * report["weighted"]
         cells = [form, blocks, scales, str(len(linears))]
         cells += [f"{statistics.mean(errors):.3f}", f"{max(errors):.3f}"]
+        turned = [row["output_error"] for row in linears if row.get("output_error")]
+        cells.append(" -> ".join(f"{statistics.mean(errors):.3f}" for errors in zip(*turned, strict=True)))
         rows.append((variant, [*cells, ", ".join(kept) or "none", f"{report['weight_bytes_after'] / 1e6:.1f}"]))
-    columns = ["form", "block", "scales", "matrices", "mean error", "largest", "kept in float", "MB"]
+    columns = ["form", "block", "scales", "matrices", "mean error", "largest", "gptq", "kept in float", "MB"]
     section.tables.append(("", columns, rows))
     return section
