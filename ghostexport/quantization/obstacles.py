@@ -47,7 +47,7 @@ def _of_tensorrt(model: ir.Model, nodes: list[ir.Node], runtime: str, version: s
     for node in nodes:
         if node.op_type in ("DequantizeLinear", "QuantizeLinear"):
             yield from _of_scaling(node)
-        if node.op_type == "MatMul":
+        if node.op_type in ("MatMul", "Gemm"):
             yield from _of_product(node, usual)
 
 
@@ -65,22 +65,30 @@ def _of_scaling(node: ir.Node) -> Iterator[str]:
         yield f"{node.name} has zero points other than 0; TensorRT's quantisation is symmetric."
     weight = node.inputs[0]
     block = node.attributes.get("block_size")
-    if block is not None and weight is not None and weight.shape is not None and "axis" in node.attributes:
-        size = weight.shape[node.attributes["axis"].as_int()]
+    if block is not None and weight is not None and weight.shape is not None:
+        size = weight.shape[node.attributes["axis"].as_int() if "axis" in node.attributes else 1]
         if isinstance(size, int) and size % block.as_int():
             yield f"{node.name}: blocks of {block.as_int()} do not divide the {size} inputs of {weight.name}."
 
 
 def _of_product(node: ir.Node, usual: ir.DataType | None) -> Iterator[str]:
     stream, weight = node.inputs[:2]
-    producer = None if weight is None else weight.producer()
+    producer = _maker(weight)
     if producer is None or producer.op_type != "DequantizeLinear" or stream is None:
         return
     packed, scale = producer.inputs[0], producer.inputs[1]
     kind, own = stream.dtype or usual, None if scale is None or scale.const_value is None else scale.const_value.dtype
     if own is not None and kind is not None and own != kind and own != ir.DataType.FLOAT8E4M3FN:
         yield f"{node.name}: the scales are {own} and the stream is {kind}; TensorRT wants one type."
-    before = stream.producer()
+    before = _maker(stream)
     rounded = before is not None and before.op_type == "DequantizeLinear"
     if rounded and packed is not None and packed.const_value is not None and packed.const_value.dtype in _FOUR_BITS:
         yield f"{node.name} multiplies eight-bit activations by four-bit weights, which TensorRT has no kernel for."
+
+
+def _maker(value: ir.Value | None) -> ir.Node | None:
+    """The node that makes a value, seen through those that only lay it out anew (a tied head turns its table)."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in ("Transpose", "Reshape", "Identity"):
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    return node

@@ -62,6 +62,26 @@ def four_by_eight(graph):
     graph.node.insert(at, narrow)
 
 
+def gemm(graph):
+    """The first product as ``Gemm`` of a turned weight, on flat rows."""
+    product = next(n for n in graph.node if n.op_type == "MatMul" and n.input[1].endswith(".dequantize.value"))
+    table = next(i for i in graph.initializer if i.name == product.input[1].replace(".dequantize.value", ".q"))
+    shapes = {"g.rows": [-1, table.dims[0]], "g.back": [1, -1, table.dims[1]]}
+    for name, shape in shapes.items():
+        graph.initializer.append(numpy_helper.from_array(np.asarray(shape, np.int64), name))
+    x, weight, y = product.input[0], product.input[1], product.output[0]
+    new = [
+        helper.make_node("Reshape", [x, "g.rows"], ["g.x"], "g.flat"),
+        helper.make_node("Transpose", [weight], ["g.w"], "g.turned", perm=[1, 0]),
+        helper.make_node("Gemm", ["g.x", "g.w"], ["g.y"], "g.product", transB=1),
+        helper.make_node("Reshape", ["g.y", "g.back"], [y], "g.full"),
+    ]
+    where = list(graph.node).index(product)
+    graph.node.remove(product)
+    for node in reversed(new):
+        graph.node.insert(where, node)
+
+
 FAULTS = {
     zero_points: "has zero points other than 0",
     unsigned: "is UINT4, a type that tensorrt-rtx does not read",
@@ -113,6 +133,25 @@ def test_blocks_that_do_not_divide_and_old_opsets(int4, tmp_path):
     onnx.save(model, tmp_path / "old.onnx")
     assert "block_size and the graph is of opset 20" in find_obstacle(tmp_path / "old.onnx", "onnxruntime")
     assert find_obstacle(tmp_path / "old.onnx", "tensorrt-rtx") is None  # its parser takes them
+
+
+@pytest.mark.parametrize("change", [other_scales, four_by_eight], ids=lambda change: change.__name__)
+def test_a_product_is_one_however_it_is_written(int4, change, tmp_path):
+    def rewritten(graph):
+        change(graph)
+        gemm(graph)
+
+    assert FAULTS[change] in find_obstacle(changed(int4, rewritten, tmp_path), "tensorrt-rtx")
+
+
+def test_blocks_run_along_axis_1_where_none_is_named(int4, tmp_path):
+    def no_axis(graph):
+        node = _first(graph, "DequantizeLinear")
+        node.attribute.remove(next(a for a in node.attribute if a.name == "axis"))
+        for attribute in node.attribute:
+            attribute.i = 48 if attribute.name == "block_size" else attribute.i
+
+    assert "blocks of 48 do not divide the" in find_obstacle(changed(int4, no_axis, tmp_path), "tensorrt")
 
 
 def test_four_bit_activations_need_tensorrt_11(int4, tmp_path):
