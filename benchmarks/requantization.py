@@ -111,7 +111,7 @@ def figures(meter: Any, base: Any) -> dict[str, Any]:
     found = differences(meter.windows, base.windows, resamples=2000, seed=0)
     return {
         "perplexity": result.perplexity,
-        "kl": result.kl,
+        "kl": result.mean_kl,
         "over_as_it_was": math.exp(found["loss"]["difference"]),
         "over_as_it_was_interval": [math.exp(edge) for edge in found["loss"]["interval"]],
         "kl_change": found["kl"]["difference"],
