@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from ghostexport.execution import Execution
 from ghostexport.exporters import export_model
+from ghostexport.exporters import transformers as exporter
 from ghostexport.exporters.graph_file import OnnxGraphFile
 from tests.tiny import tiny
 
@@ -68,3 +70,34 @@ def _exported(name: str, dtype: str, opset: int, overrides: str) -> ExportedTiny
             made = export_model(model, folder / "dense.onnx", exporter="transformers", opset=opset)
             record.write_bytes(pickle.dumps(made))
     return ExportedTiny(model, pickle.loads(record.read_bytes()))
+
+
+_export = exporter.export
+
+
+def shared(model: Any, output: Path, opset: int, execution: Execution) -> OnnxGraphFile:
+    """``ghostexport.exporters.transformers.export``, which makes the files of equal models once per test run."""
+    if any(parameter.is_meta for parameter in model.parameters()):  # parts of it are on disk
+        return _export(model, output, opset, execution)
+    folder = Path(os.environ[FOLDER]) / f"equal-{_fingerprint(model, opset)}-{output.name}"
+    record = folder / "file.pickle"
+    with FileLock(f"{folder}.lock"):
+        if not record.exists():
+            folder.mkdir(exist_ok=True)
+            record.write_bytes(pickle.dumps(_export(model, folder / output.name, opset, execution)))
+    made: OnnxGraphFile = pickle.loads(record.read_bytes())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for file in (made.path, made.data_path):
+        shutil.copyfile(file, output.with_name(file.name))
+    return replace(made, path=output)
+
+
+def _fingerprint(model: Any, opset: int) -> str:
+    """Of everything that a graph is made from."""
+    config = model.config
+    ways = [vars(config).get(key) for key in ("_attn_implementation_internal", "_experts_implementation_internal")]
+    digest = sha256(f"{type(model)} {config.to_json_string(use_diff=False)} {ways} {opset}".encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

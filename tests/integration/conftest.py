@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.exports import FOLDER
+from tests.exports import FOLDER, shared
 from tests.tiny import tiny_folder
 
 #: Enough text for C = 64 (at least 2 C tokens), every document different.
@@ -20,6 +20,17 @@ def write_text(path, documents=400):
     lines = (SENTENCE.format(i, i * 7 % 13, i * 5 % 11, PLACES[i % 5]) for i in range(documents))
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_exports(request):
+    """Equal models are exported once per test run, but in modules that test the exporter (``OWN_EXPORTS = True``)."""
+    if getattr(request.module, "OWN_EXPORTS", False):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ghostexport.exporters.transformers.export", shared)
+        yield
 
 
 @pytest.fixture(scope="session")

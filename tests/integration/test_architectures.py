@@ -9,6 +9,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import architectures
 
+OWN_EXPORTS = True
+
 #: Tied head; experts; sinks; compressed attention; alibi; multipliers; parallel; post-norm; convolutions beside
 #: attention; states alone.
 WHOLE = [

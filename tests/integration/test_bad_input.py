@@ -7,6 +7,8 @@ import torch
 
 from tests.tiny import tiny, tiny_folder
 
+OWN_EXPORTS = True
+
 
 def good(tiny_model, text_file, run):
     return ["build", "engine", tiny_model, "-o", run, "--calibration", text_file, "--sequences", "24", "--length", "64"]

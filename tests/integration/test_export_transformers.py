@@ -16,6 +16,8 @@ from ghostexport.runtimes.ort.onnxruntime import open_graph
 from ghostexport.verification import verify
 from tests.tiny import tiny
 
+OWN_EXPORTS = True
+
 FAMILIES = [
     ("llama", {}),
     ("qwen3", {}),

@@ -13,6 +13,8 @@ from ghostexport.recipe import BuildSection
 from ghostexport.runtimes import RUNTIMES
 from ghostexport.verification import verify
 
+OWN_EXPORTS = True
+
 _COMMON = {
     "vocab_size": 64,
     "hidden_size": 64,
